@@ -5,7 +5,9 @@ what is marked `release`.
 """
 
 import contextlib
+import functools
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -102,23 +104,41 @@ def pytest_collection_modifyitems(config, items):
 
 # Files whose tests share a fixture that trains or compiles.
 SHARE_A_FIXTURE = ("tests/unit/test_convergence.py", "tests/unit/test_sanitizers.py")
-# Files whose jobs of ranks compute all the time.
+# Files whose jobs of ranks compute all the time. Those of the others mostly wait.
 BUSY = ("ddp", "devices", "ranks", "tensorflow", "users")
 
 
 def _group(nodeid):
-    """Jobs of ranks that mostly wait come first, beside tests in one process. Those that compute
-    come last: on busy cores ranks wait for each other much longer."""
+    """Jobs of ranks come first: those that mostly wait while other tests have much to do, those
+    that compute after them."""
     if not nodeid.startswith("tests/parallel/"):
-        return 1
-    return 2 if nodeid.split("::")[0].endswith(tuple(f"/test_{file}.py" for file in BUSY)) else 0
+        return 2
+    return int(nodeid.split("::")[0].endswith(tuple(f"/test_{file}.py" for file in BUSY)))
+
+
+def pytest_runtest_setup(item):
+    # After such a test pytest-xdist gives no job to its process.
+    if hasattr(item.config, "workerinput") and _group(item.nodeid) == 2:
+        _leave_cores_to_jobs()
+
+
+@functools.lru_cache(maxsize=None)
+def _leave_cores_to_jobs():
+    """From now on this process has a third of the time that a job of ranks has where both compute:
+    ranks that are kept from computing make the others wait."""
+    os.nice(5)
+    # Where Linux deals time to sessions first, niceness counts within one.
+    os.setsid()
+    shares = pathlib.Path("/proc/self/autogroup")
+    if shares.exists():
+        shares.write_text("5")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each group of jobs of ranks is run by one of pytest-xdist's processes, because two jobs at
-    once wait for each other, and several tests ask for the same job. So is a file whose tests share
-    what takes long to make. pytest-xdist's own marker for groups does not work with pytest 9.2."""
+    """All jobs of ranks are run by one of pytest-xdist's processes, because two jobs at once wait
+    for each other, and several tests ask for the same job. So is a file whose tests share what
+    takes long to make. pytest-xdist's own marker for groups does not work with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -126,6 +146,6 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.split("::")[0]
             if file in SHARE_A_FIXTURE:
                 return file
-            return nodeid if _group(nodeid) == 1 else f"jobs {_group(nodeid)}"
+            return nodeid if _group(nodeid) == 2 else "jobs"
 
     return Scheduling(config, log)
