@@ -2,28 +2,12 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, ClassVar, Optional, Tuple
 
 import numpy as np
 
+from ..protocol.machine import Machine, Placement
 from .base import Compressor
-from .state import zeros
-
-
-class Shard(NamedTuple):
-    """The part of a tensor that one of `ranks` ranks keeps: its first element, the one after its
-    last, and the tensor's number of elements."""
-
-    first: int
-    last: int
-    numel: int
-    ranks: int
-
-    def whole(self, part: np.ndarray) -> np.ndarray:
-        """A flat tensor with this part, and zero elsewhere."""
-        array = zeros(self.numel)
-        array[self.first : self.last] = part
-        return array
 
 
 def _inside(name: str) -> Any:
@@ -39,7 +23,42 @@ def _inside(name: str) -> Any:
 class Wrapper(Compressor):
     """Does what the compressor inside does, but for what a subclass overrides."""
 
+    # Whether `encode` itself brings what a switch has left to bring, `handover.DEBT`.
+    pays_debts: ClassVar[bool] = False
+
     inner: Compressor
+
+    @classmethod
+    def around(
+        cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
+    ) -> Compressor:
+        """The compressor of a tensor of this shape, in a wrapper where its options say so.
+
+        Args:
+            compressor: of the whole tensor.
+            shape: the tensor's.
+            machine: the ranks of this rank's, where that is known.
+        """
+        return compressor
+
+    @classmethod
+    def needs_machine(
+        cls,
+        compressor: Compressor,
+        placement: Placement,
+        tell: Callable[[str], Any],
+    ) -> bool:
+        """Whether `around` has use for the ranks of a machine.
+
+        Args:
+            compressor: that of a binding.
+            placement: where the ranks are.
+            tell: warns of an option that has no effect.
+
+        Raises:
+            ValueError: it cannot have them, among such ranks.
+        """
+        return False
 
     def __post_init__(self) -> None:
         # What is done around it is on the CPU, where a base would be left.
@@ -66,21 +85,13 @@ class Wrapper(Compressor):
     rollback = _inside("rollback")
     apply_pending = _inside("apply_pending")
 
-    @property
-    def shard(self) -> Optional[Shard]:
-        """The part of the tensor that the state is of, where that is not all of it. `encode` itself
-        brings what a switch has left to bring then, `tensor.DEBT`, which is as long as the
-        tensor."""
-        return None
-
     def part(self, out: np.ndarray, rank: int) -> np.ndarray:
         """The part of the gradient's memory that the payload of a rank is of."""
         return out
 
-
-def shard_of(compressor: Compressor) -> Optional[Shard]:
-    """The part of a tensor that its state is of; None where that is all of it."""
-    return compressor.shard if isinstance(compressor, Wrapper) else None
+    def whole(self, debt: np.ndarray) -> np.ndarray:
+        """An array as long as the tensor, from one as long as the residual."""
+        return debt
 
 
 def with_options(compressor: Compressor, **options: Any) -> Compressor:

@@ -11,24 +11,65 @@ from typing import (
     NamedTuple,
     Optional,
     Sequence,
+    Set,
     Tuple,
 )
 
 import numpy as np
 
 from ..compressors.state import zeros
-from ..compressors.wrapper import Shard
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol.handshake import AnyTransport, Words, agree, first_difference, gather, shown
-from . import shards
 from .averaging import Arrays, mean_of, means_over_ranks
-from .tensor import DEBT, Tensor
+from .tensor import Tensor
 
 Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
 # As many of the ranks whose states are missing are named.
 _NAMED = 8
+# Names of arrays that a state may hold beside its algorithm's, each as long as the tensor.
+BESIDE: Set[str] = set()
 _HEADER = ("format", "id", "rank", "size", "seed", "step")
+
+
+class Parts:
+    """The border to a feature with which ranks keep parts of tensors: what states say of those.
+    This one is for whole tensors alone."""
+
+    # What a state's header says of whole tensors.
+    of_none: Dict[str, Any] = {}
+
+    def of_tensors(self, tensors: Iterable[Tensor]) -> Dict[str, Any]:
+        """What a state's header says of these."""
+        return self.of_none
+
+    def wrong(self, header: Mapping[str, Any]) -> Difference:
+        """The difference to what a header may say, if there is one."""
+        return None
+
+    def refuse_missing(self, headers: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError where all ranks' parts do not make tensors up."""
+
+    def alike(self, header: Mapping[str, Any]) -> Dict[str, Any]:
+        """What all ranks say alike, of what a header says."""
+        return {}
+
+    def shape(self, header: Mapping[str, Any], name: str, array: np.ndarray) -> Tuple[int, ...]:
+        """That of a tensor's array, were it of the whole tensor."""
+        return array.shape
+
+    def whole(self, arrays: Arrays, header: Mapping[str, Any]) -> Arrays:
+        """A rank's arrays, as long as its tensors. They are zero outside of its parts: means over
+        ranks are then what results are still to bring."""
+        return arrays
+
+    def own(self, tensor: Tensor, arrays: Dict[str, np.ndarray]) -> Dict[str, np.ndarray]:
+        """A rank's part of means over ranks of a tensor's whole arrays."""
+        return arrays
+
+
+# A feature replaces it.
+parts = Parts()
 
 
 class Saved(NamedTuple):
@@ -75,8 +116,10 @@ def portable(state: Dict[str, Any], transport: AnyTransport, label: str) -> Dict
     """The state_dict of which this rank's is `state`, for any number of ranks: the mean over all
     ranks of every array, which leaves those that are alike on all ranks as they are. All ranks call
     it. MismatchError where they are not at the same step."""
-    said = {key: value for key, value in state.items() if key not in ("rank", "tensors", "shards")}
-    arrays = shards.whole(state["tensors"], state["shards"])
+    said = {
+        key: value for key, value in state.items() if key not in ("rank", "tensors", *parts.of_none)
+    }
+    arrays = parts.whole(state["tensors"], state)
     agree(
         transport,
         f"{label}.portable",
@@ -85,7 +128,7 @@ def portable(state: Dict[str, Any], transport: AnyTransport, label: str) -> Dict
     )
     return {
         **state,
-        "shards": {},
+        **parts.of_none,
         "rank": None,
         "tensors": means_over_ranks(arrays, transport, label),
     }
@@ -123,7 +166,8 @@ def read(state: Any) -> Saved:
     try:
         header = {key: state[key] for key in _HEADER}
         # The first files have none.
-        header.update((key, state.get(key, {})) for key in ("dense_until", "shapes", "shards"))
+        later = ("dense_until", "shapes", *parts.of_none)
+        header.update((key, state.get(key, {})) for key in later)
         arrays = {
             name: {key: np.asarray(a) for key, a in named.items()}
             for name, named in state["tensors"].items()
@@ -134,7 +178,7 @@ def read(state: Any) -> Saved:
     refuse(wrong_count("size", size) or (None if rank is None else wrong_count("rank", rank)))
     if rank is not None and rank >= size:
         refuse(("rank", Words(f"below its size of {size}"), rank))
-    refuse(_wrong_shards(header["shards"], size) or _wrong_shapes(header["shapes"]))
+    refuse(parts.wrong(header) or _wrong_shapes(header["shapes"]))
     return Saved(header, arrays)
 
 
@@ -146,7 +190,7 @@ def checked(state: Any, identity: Dict[str, Any], taken: Any) -> Saved:
     found = _joined(state, identity) if isinstance(state, (list, tuple)) else read(state)
     expected = {"format": _FORMAT, **identity}
     if found.header["rank"] is None:
-        expected.update(rank=None, size=found.header["size"], shards={})
+        expected.update(rank=None, size=found.header["size"], **parts.of_none)
     difference = first_difference(expected, {key: found.header[key] for key in expected})
     refuse(
         difference
@@ -183,21 +227,22 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
     """Copies a state's arrays into the tensors'. ValueError, and nothing changed, where they do not
     fit."""
     tensors = list(tensors)
-    its = {t.name: shards.own(t, arrays[t.name]) for t in tensors if t.name in arrays}
+    its = {t.name: parts.own(t, arrays[t.name]) for t in tensors if t.name in arrays}
     arrays = {**arrays, **its}
     expected = _layout(
         {
-            t.name: {key: array for key, array in t.state.arrays.items() if key != DEBT}
+            t.name: {key: array for key, array in t.state.arrays.items() if key not in BESIDE}
             for t in tensors
         }
     )
     for t in tensors:
-        if DEBT in arrays.get(t.name, {}):
-            expected[t.name][DEBT] = f"float32 of {(t.numel,)}"
+        found = BESIDE & arrays.get(t.name, {}).keys()
+        expected[t.name].update(dict.fromkeys(found, f"float32 of {(t.numel,)}"))
     refuse(first_difference(expected, _layout(arrays)))
     for tensor in tensors:
         own = tensor.state.arrays
-        own.pop(DEBT, None)
+        for key in BESIDE:
+            own.pop(key, None)
         for key, array in arrays[tensor.name].items():
             if key not in own:
                 own[key] = zeros(array.size)
@@ -268,20 +313,18 @@ def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
             f"{size} ranks' states"
         )
     all_ranks = [by_rank[rank] for rank in range(size)]
-    shards.refuse_missing([each.header["shards"] for each in all_ranks])
+    parts.refuse_missing([each.header for each in all_ranks])
     if size == identity["size"]:
         own = by_rank[identity["rank"]]
-        if own.header["shards"] == identity["shards"]:
+        if all(own.header[key] == identity[key] for key in parts.of_none):
             return own
-    means = mean_of([shards.whole(each.arrays, each.header["shards"]) for each in all_ranks])
-    return Saved({**by_rank[0].header, "shards": {}, "rank": None}, means)
+    means = mean_of([parts.whole(each.arrays, each.header) for each in all_ranks])
+    return Saved({**by_rank[0].header, **parts.of_none, "rank": None}, means)
 
 
 def _said_by_all(state: Saved) -> Dict[str, Any]:
     said = {key: value for key, value in state.header.items() if key != "rank"}
-    its = said["shards"]
-    said["shards"] = {name: list(shard[2:]) for name, shard in its.items()}
-    return {**said, "tensors": _layout(state.arrays, its)}
+    return {**said, **parts.alike(state.header), "tensors": _layout(state.arrays, state.header)}
 
 
 def _wrong_steps(steps: Any, by_tensor: bool) -> Difference:
@@ -308,22 +351,11 @@ def _wrong_shapes(shapes: Any) -> Difference:
     return None if good else ("shapes", Words("lengths by tensor"), shapes)
 
 
-def _wrong_shards(its: Any, size: int) -> Difference:
-    for name, shard in its.items() if isinstance(its, dict) else [("", its)]:
-        good = isinstance(shard, (list, tuple)) and len(shard) == len(Shard._fields)
-        good = good and not any(wrong_count(name, number) for number in shard)
-        if not good or not shard[0] <= shard[1] <= shard[2] or not 1 <= shard[3] <= size:
-            where = f"shards.{name}" if name else "shards"
-            right = Words(f"first, last, numel and ranks of a part, at most {size} ranks,")
-            return where, right, shard
-    return None
-
-
-def _layout(arrays: Arrays, its: Mapping[str, Any] = {}) -> Dict[str, Dict[str, str]]:
-    """What arrays are; its: the shards that they are, to say what whole ones would be."""
+def _layout(arrays: Arrays, header: Mapping[str, Any] = {}) -> Dict[str, Dict[str, str]]:
+    """What arrays are; header: of the state that has them, to say what whole ones would be."""
     return {
         name: {
-            key: f"{array.dtype} of {shards.shape(array, its.get(name))}"
+            key: f"{array.dtype} of {parts.shape(header, name, array)}"
             for key, array in named.items()
         }
         for name, named in arrays.items()

@@ -21,7 +21,7 @@ from ..compressors.state import Role
 from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
 from ..protocol.wire import FrameLength
-from . import checkpoint, shards
+from . import checkpoint
 from .dense_policy import compressor_for, goes_dense
 from .extension import Begin, Extension
 from .handover import Handover
@@ -314,7 +314,7 @@ class Driver(ABC):
             "rank": self._now.rank,
             "size": self._now.size,
             "seed": self.compressor.policy.seed,
-            "shards": shards.of_tensors(self.tensors),
+            **checkpoint.parts.of_tensors(self.tensors),
         }
 
     def state_dict(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:

@@ -12,12 +12,16 @@ import numpy as np
 
 from ..compressors.base import Compressor, Step
 from ..compressors.state import State
-from ..compressors.wrapper import shard_of, unwrapped
+from ..compressors.wrapper import Wrapper, unwrapped
 from ..kernels import beside
 from ..protocol.requests import Allreduce, TensorStep, ToReducer
+from . import checkpoint
 from .extension import Begin, Extension, with_each
-from .tensor import DEBT as DEBT
 from .tensor import Tensor
+
+# The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.
+DEBT = "owed"
+checkpoint.BESIDE.add(DEBT)
 
 
 def debt_of(compressor: Compressor, state: State) -> Optional[np.ndarray]:
@@ -32,8 +36,9 @@ def debt_of(compressor: Compressor, state: State) -> Optional[np.ndarray]:
         of_buffer = m if debt is None and nesterov else 1
         later = np.float32(to_come * of_buffer) * u
         debt = later if debt is None else debt + later
-    shard = shard_of(compressor)
-    return debt if debt is None or shard is None else shard.whole(debt)
+    if isinstance(compressor, Wrapper) and debt is not None:
+        return compressor.whole(debt)
+    return debt
 
 
 def late(compressor: Compressor, debt: np.ndarray) -> np.ndarray:
@@ -48,7 +53,7 @@ def _accepts(compressor: Compressor, state: State, debt: np.ndarray) -> bool:
     ranks."""
     residual, u, policy = compressor.residual(state), state.arrays.get("u"), compressor.policy
     # A residual that follows the learning rate would have to say for which one the debt is meant.
-    if residual is None or policy.follow_lr or shard_of(compressor):
+    if residual is None or policy.follow_lr or _pays(compressor):
         return False
     if u is None or policy.m == 1:
         residual += debt
@@ -110,7 +115,7 @@ class Handover(Extension):
         debt = tensor.state.arrays.get(DEBT)
         if debt is None:
             return begin(tensor, grad, step)
-        if shard_of(tensor.compressor):
+        if _pays(tensor.compressor):
             return _paying(tensor, begin(tensor, grad, step), None)
         debt = late(tensor.compressor, debt)
         if not tensor.keeps_gradients:
@@ -119,6 +124,10 @@ class Handover(Extension):
         # A graph has an operation for the type that `encode` makes, which may be float16.
         dense = tensor.declared[0].verb != "reducer"
         return _paying(tensor, begin(tensor, grad, dataclasses.replace(step, dense=dense)), debt)
+
+
+def _pays(compressor: Compressor) -> bool:
+    return isinstance(compressor, Wrapper) and compressor.pays_debts
 
 
 def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> TensorStep:

@@ -26,6 +26,7 @@ from ..compressors.wrapper import Wrapper
 from ..kernels import Encoded, new_body
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol import wire
+from ..protocol.machine import Machine
 from ..protocol.requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths, Payload
 
 _LENGTH = struct.Struct("<I")
@@ -146,6 +147,13 @@ class Splitting(Wrapper):
     """Top-k, or one of its kin, whose entries are split and selected again. An owner's sums are
     made on the CPU, in the gradient's memory, where a base would be left."""
 
+    @classmethod
+    def around(
+        cls, compressor: Compressor, shape: Tuple[int, ...], machine: Optional[Machine]
+    ) -> Compressor:
+        splits = isinstance(compressor, TopK) and compressor.exchange == "split"
+        return cls(compressor) if splits else compressor
+
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (*self.inner.collectives(size)[:-1], Collective("alltoall", "uint8"), GATHER)
 
@@ -187,12 +195,6 @@ class Splitting(Wrapper):
             indices, values = state.sent
             self.residual(state)[indices] += values
         super().commit(state)
-
-
-def around(compressor: Compressor) -> Compressor:
-    """The compressor of a tensor, in a wrapper where its options say so."""
-    splits = isinstance(compressor, TopK) and compressor.exchange == "split"
-    return Splitting(compressor) if splits else compressor
 
 
 def accepted(compressor: Any, size: int) -> float:

@@ -12,9 +12,6 @@ from ..protocol import wire
 from ..protocol.requests import Allgather, Collective, Exchanged, ToReducer
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
-# The array of a debt, as long as the tensor and this rank's own, which a state may hold beside its
-# algorithm's. Saved states have it by this name.
-DEBT = "owed"
 # What tensors share is one of theirs.
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
 

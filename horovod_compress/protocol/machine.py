@@ -1,8 +1,6 @@
 """Which ranks are on one machine."""
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
-
-import numpy as np
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from .handshake import AnyTransport
 
@@ -30,10 +28,9 @@ class Machine:
     """The ranks of this rank's machine.
 
     local: which of them this is; size: how many they are, as many on every machine; places: the
-    `local` of all ranks, by rank, once that is known; slots: memory that the ranks of this machine
-    share, by tensor: float32, a row for each rank; one_process: whether they share that dictionary;
-    wanted: the lengths of tensors that are to get such memory; due: what features have to arrange
-    with all ranks before the next step.
+    `local` of all ranks, by rank, once that is known; together: what the ranks of this machine
+    share, by name, where they are in one process; held: what features hold on this rank, by name;
+    due: what they have to arrange with all ranks before the next step.
     """
 
     def __init__(
@@ -41,11 +38,11 @@ class Machine:
         local: int,
         size: int,
         places: Sequence[int] = (),
-        slots: Optional[Dict[str, np.ndarray]] = None,
+        together: Optional[Dict[str, Any]] = None,
     ) -> None:
-        self.local, self.size, self.places = local, size, places
-        self.one_process, self.slots = slots is not None, {} if slots is None else slots
-        self.wanted: Dict[str, int] = {}
+        self.local, self.size = local, size
+        self.places, self.together = places, together
+        self.held: Dict[str, Any] = {}
         self.due: List[Callable[[AnyTransport, str, int], None]] = []
 
     @classmethod
@@ -53,7 +50,7 @@ class Machine:
         """Those of `ranks` ranks in one process, of which every `size` that follow each other are
         on one. ValueError where that does not come out even."""
         _refuse_uneven(ranks, size)
-        shared: List[Dict[str, np.ndarray]] = [{} for _ in range(ranks // size)]
+        shared: List[Dict[str, Any]] = [{} for _ in range(ranks // size)]
         places = [rank % size for rank in range(ranks)]
         return [cls(places[rank], size, places, shared[rank // size]) for rank in range(ranks)]
 

@@ -15,7 +15,7 @@ from tiers import examples
 
 import horovod_compress as hc
 from horovod_compress.engine import checkpoint, handover
-from horovod_compress.engine.hosts import want
+from horovod_compress.engine.hosts import SharedMemory
 from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.protocol.machine import Machine
 from horovod_compress.transport.loopback import Loopback
@@ -302,7 +302,7 @@ def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(monkeypatch, tmp_pat
     machines = [Machine(local, 2) for local in range(2)]
 
     def meet(machine, transport):
-        want(machine, "w", 100)
+        SharedMemory.of(machine).want(machine, "w", 100)
         with pytest.raises(RuntimeError, match="rank 0 cannot share memory.*docker run --shm-size"):
             machine.arrange(transport, "label", 0)
 
@@ -311,12 +311,16 @@ def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(monkeypatch, tmp_pat
     machines = [Machine(local, 2) for local in range(2)]
 
     def met(machine, transport):
-        want(machine, "w", 100)
+        memory = SharedMemory.of(machine)
+        memory.want(machine, "w", 100)
         machine.arrange(transport, "label", 0)
-        machine.slots["w"][machine.local] = 1 + machine.local
-        return machine.slots["w"][:, 99]
+        memory.slots["w"][machine.local] = 1 + machine.local
+        return memory
 
-    assert [slots.tolist() for slots in on_all_ranks(met, machines)] == [[1, 2], [1, 2]]
+    assert [memory.slots["w"][:, 99].tolist() for memory in on_all_ranks(met, machines)] == [
+        [1, 2],
+        [1, 2],
+    ]
     assert not list(tmp_path.iterdir())
 
 
@@ -361,7 +365,7 @@ elif when == "made":
 
 
 def meet(machine, transport):
-    hosts.want(machine, "w", 10**6)
+    hosts.SharedMemory.of(machine).want(machine, "w", 10**6)
     machine.arrange(transport, "label", 0)
     and_then_killed(lambda: None)()
 
