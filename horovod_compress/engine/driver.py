@@ -270,28 +270,29 @@ class Driver(ABC):
         tensors: Dict[str, Tuple[tuple, Compressor]],
         gains: Dict[str, float],
         factor: Optional[float] = 1.0,
+        **links: Any,
     ) -> None:
         """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the
         compressor being `compressor` or a variant. What was kept goes on: in the state, or where
         that has no place for it, densely in the next step that succeeds. gains: by name, what the
         reducer will make of a result over what it made of one, where that is not 1; factor: what it
         makes of a 1 on each rank, None where that is not known yet, and `Handover.check_host` will
-        be told. A tensor that comes new has kept nothing; what one kept that is left out is gone.
-        ValueError, and nothing changed, where compressors do not suit. The last step can no longer
-        be discarded."""
+        be told; links: the `machine` and the `transport` of then, where they may be others. A
+        tensor that comes new has kept nothing; what one kept that is left out is gone. ValueError,
+        and nothing changed, where compressors do not suit. The last step can no longer be
+        discarded."""
         self.arrays()
-        before = self.compressor, self._tensors, self._model
-        self.compressor, self._tensors, self._model = compressor, {}, Model()
+        before, earlier = dict(vars(self)), self._tensors
+        vars(self).update(links, compressor=compressor, _tensors={}, _model=Model())
         try:
             for name, (shape, variant) in tensors.items():
                 self._add(name, shape, variant)
         except BaseException:
-            self.compressor, self._tensors, self._model = before
+            vars(self).update(before)
             raise
         for name, tensor in self._tensors.items():
-            if name in before[1]:
-                gain = gains.get(name, 1.0)
-                self.handover.hand_over(before[1][name], tensor, gain, factor)
+            if name in earlier:
+                self.handover.hand_over(earlier[name], tensor, gains.get(name, 1.0), factor)
         self.expect(clip_norm=compressor.policy.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
 

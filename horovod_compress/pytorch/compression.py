@@ -238,13 +238,14 @@ class OptimizerCompression(OptimizerSteps):
             name: after.get(name, 1.0) / before.get(name, 1.0)
             for name in before.keys() | after.keys()
         }
-        links = exchange.machine, exchange.transport
-        exchange.machine, exchange.transport = chosen.machine, chosen.transport
-        try:
-            exchange.switch(chosen.compressor, chosen.tensors, gains, self._factor())
-        except BaseException:
-            exchange.machine, exchange.transport = links
-            raise
+        exchange.switch(
+            chosen.compressor,
+            chosen.tensors,
+            gains,
+            self._factor(),
+            machine=chosen.machine,
+            transport=chosen.transport,
+        )
         self._use(chosen)
         self._agreed = compared
 

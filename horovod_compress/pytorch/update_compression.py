@@ -125,10 +125,9 @@ class UpdateExchange(Averaging):
                 "called switch()",
                 "Call it on all ranks with the same spec",
             )
-        self._exchange.transport = self._transport = self._transport_of(compressor)
-        self._exchange.machine = self._machine = machine
-        self._exchange.switch(compressor, self._tensors(compressor), {})
-        self._compressor = compressor
+        transport, tensors = self._transport_of(compressor), self._tensors(compressor)
+        self._exchange.switch(compressor, tensors, {}, machine=machine, transport=transport)
+        self._compressor, self._machine, self._transport = compressor, machine, transport
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """What is not sent yet, as tensors and plain values."""

@@ -284,9 +284,12 @@ class BoundCompression(GraphCompression):
         gain = self._gain(chosen.takes_over) / self._gain(self._takes_over)
         tensors = {name: (shape, chosen.compressor) for name, shape in exchange.shapes.items()}
         with self._tracing_again():
-            exchange.machine = chosen.machine
             exchange.switch(
-                chosen.compressor, tensors, dict.fromkeys(tensors, gain), self._factor()
+                chosen.compressor,
+                tensors,
+                dict.fromkeys(tensors, gain),
+                self._factor(),
+                machine=chosen.machine,
             )
             self._use(chosen)
             self._meet()

@@ -103,14 +103,8 @@ class GraphExchange(Driver):
         if self.sends_number is None and _adds_up(tensor):
             self.sends_number = name
 
-    def switch(
-        self,
-        compressor: Compressor,
-        tensors: Dict[str, Tuple[tuple, Compressor]],
-        gains: Dict[str, float],
-        factor: Optional[float] = 1.0,
-    ) -> None:
-        super().switch(compressor, tensors, gains, factor)
+    def switch(self, *arguments: Any, **named: Any) -> None:
+        super().switch(*arguments, **named)
         # Which hold on to tensors of before.
         self._begun.clear()
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)

@@ -226,9 +226,12 @@ def test_a_mistake_changes_nothing():
     (exchange,) = ranks("topk:ratio=0.01", 1)
     run_step([exchange], gradients(rng, 1))
     before, compressor = exchange.state_dict(), get_compressor("adacomp")
+    transport, machine = exchange.transport, exchange.machine
+    others = {"transport": Loopback.group(2)[0], "machine": object()}
     with pytest.raises(TypeError):
-        exchange.switch(compressor, {"matrix": (None, compressor)}, {})
+        exchange.switch(compressor, {"matrix": (None, compressor)}, {}, **others)
     assert exchange.compressor.id == "topk"
+    assert exchange.transport is transport and exchange.machine is machine
     for name, named in exchange.state_dict()["tensors"].items():
         for key, array in named.items():
             assert np.array_equal(array, before["tensors"][name][key])
