@@ -165,6 +165,7 @@ def test_a_sample_that_misleads_changes_nothing(where, misleading):
         ("encode_variance", ["grad", "r", "v"]),
         ("encode_variance", ["grad", "squares", "r", "v"]),
         ("encode_adacomp", ["grad", "residual"]),
+        ("take_entries", ["v", "u"]),
         ("decode_add_sparse", ["out"]),
         ("apply_momentum", ["out", "u", "new_u"]),
         ("decode_float16", ["half", "out"]),
@@ -244,10 +245,11 @@ def test_magnitudes_are_clipped_alike(where, clip):
 
 @on_device
 def test_what_has_no_power_of_two_stays_alike(where):
-    v, zeros = np.float32([1, 1e-6, 0.7, 1e-5, 0.3]), np.zeros(5, np.float32)
-    choice = dict(k=5, samples=0, offset=0, chunk=5, kind="power", mask=True)
-    sent = compare("encode_topk", where, ["grad", "u", "v"], grad=zeros, u=zeros, v=v, **choice)
-    assert sent.undo[0].tolist() == [0, 2, 4]
+    v, at = np.float32([1, 1e-6, 0.7, 1e-5, 0.3]), np.arange(5, dtype=np.uint32)
+    taken, *_ = compare(
+        "take_entries", where, ["v", "u"], indices=at, v=v, u=v, kind="power", mask=True
+    )
+    assert taken.tolist() == [0, 2, 4]
 
 
 @on_device

@@ -14,7 +14,7 @@ from .array import DeviceArray
 from .codes import decode_add_bf16, decode_float16, encode_bf16
 from .dense import apply_momentum, max_abs, squared_norm
 from .quantization import dequantize, encode_scales, quantize
-from .selection import add_to_residual, encode_topk
+from .selection import add_to_residual, encode_topk, take_entries
 from .shared import together
 from .sparse import decode_add_sparse
 
@@ -34,5 +34,6 @@ __all__ = [
     "max_abs",
     "quantize",
     "squared_norm",
+    "take_entries",
     "together",
 ]

@@ -144,6 +144,18 @@ def encode_topk(calls: List[_Update]) -> List[Encoded]:
     ]
 
 
+def take_entries(
+    indices: np.ndarray, v: DeviceArray, u: Optional[DeviceArray], *, kind: str, mask: bool
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
+    """As `kernels.reference.take_entries`; indices, rows and values are on the CPU."""
+    call = _Update(v, u, v, kind=kind, mask=mask)
+    (taken,) = _take(
+        [call],
+        [_Entries(indices, np.stack([np.asarray(state[indices]) for state in call.states]), True)],
+    )
+    return taken
+
+
 def put(
     tensors: Sequence[Sequence[DeviceArray]],
     indices: Sequence[np.ndarray],

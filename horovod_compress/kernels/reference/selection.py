@@ -1,7 +1,7 @@
 """Accumulation with momentum, and the choice of the largest entries: Deep Gradient Compression's
 pass over memory."""
 
-from typing import Any, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -96,14 +96,33 @@ def encode_topk(
     u: Optional[np.ndarray],
     v: np.ndarray,
     *,
+    base: Optional[np.ndarray] = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    scale: float = 1.0,
+    k: int,
+    samples: int,
+    offset: int,
+    chunk: int = 0,
     kind: str,
     mask: bool = False,
-    **choice: Any,
 ) -> Encoded:
-    """add_to_residual with the other options, take_entries of what it has chosen, and their sparse
-    body; none where the gradient was not finite. `undo` of what is returned: (indices, rows), as
-    take_entries returns them."""
-    chosen, finite = add_to_residual(grad, u, v, **choice)
+    """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the
+    gradient was not finite. `undo` of what is returned: (indices, rows), as take_entries returns
+    them."""
+    chosen, finite = add_to_residual(
+        grad,
+        u,
+        v,
+        base=base,
+        momentum=momentum,
+        nesterov=nesterov,
+        scale=scale,
+        k=k,
+        samples=samples,
+        offset=offset,
+        chunk=chunk,
+    )
     indices, rows, values, scales = take_entries(
         chosen if finite else chosen[:0], v, u, kind=kind, mask=mask
     )
