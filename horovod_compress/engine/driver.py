@@ -83,9 +83,9 @@ class Driver(ABC):
         """Rolls back what is under way, as if it had not been finite."""
 
     @abstractmethod
-    def _continue_from(self, saved: checkpoint.Saved) -> Any:
-        """Makes a state that was read this rank's; what that returns, `load_state_dict` does.
-        ValueError, and nothing changed, where it does not fit."""
+    def _continue_from(self, saved: checkpoint.Saved) -> None:
+        """Makes a state that was read this rank's. ValueError, and nothing changed, where it does
+        not fit."""
 
     @abstractmethod
     def open_tensors(self) -> Collection[str]:
@@ -324,18 +324,18 @@ class Driver(ABC):
         self.arrays()
         return checkpoint.saved(self._identity(), self._tensors.values(), self.steps_taken(), into)
 
-    def load_state_dict(self, state: Any) -> Any:
+    def load_state_dict(self, state: Any) -> None:
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a
         list of all ranks'. ValueError, and nothing changed, where that does not fit."""
         saved = checkpoint.checked(state, self._identity(), self.steps_taken())
+        self._continue_from(saved)
         self.handover.takes_average = False
-        return self._continue_from(saved)
 
-    def go_back_to(self, state: Dict[str, Any]) -> Any:
-        """Continues from a state_dict of this driver, whatever its rank was then; returns as
-        `load_state_dict`. A step that is under way is rolled back."""
+    def go_back_to(self, state: Dict[str, Any]) -> None:
+        """Continues from a state_dict of this driver, whatever its rank was then. A step that is
+        under way is rolled back."""
         self.rollback()
-        return self._continue_from(checkpoint.read(state))
+        self._continue_from(checkpoint.read(state))
 
     def stats(self) -> Stats:
         """Totals of this rank since the start, by name:
