@@ -120,6 +120,9 @@ class DGC(TopK):
         names = ("u", "v") if self.m else ("v",)
         return State(name, {array: zeros(math.prod(shape)) for array in names})
 
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+        return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
+
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         u, v = state.arrays.get("u"), state.arrays["v"]
         return kernels.of(grad).add_to_residual(

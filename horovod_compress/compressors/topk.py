@@ -53,9 +53,6 @@ class TopK(GatheringCompressor):
     )
     roles = {"residual": LOCAL}
 
-    # Of momentum, which only dgc has.
-    masking = False
-
     ratio: float = option(
         Number(0, 1, low_open=True), 0.001, "share of a tensor's elements sent in a step"
     )
@@ -118,16 +115,27 @@ class TopK(GatheringCompressor):
         least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
         return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
 
+    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+        return self.select(grad, state, step)
+
     def commit(self, state: State) -> None:
         super().commit(state)
         # Not in `encode`: a step that is undone leaves the residual as it was.
         if self.decay != 1:
             state.arrays[self.traits.accumulator] *= np.float32(self.decay)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+    def select(
+        self,
+        grad: np.ndarray,
+        state: State,
+        step: Step,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        masking: bool = False,
+    ) -> Encoding:
         """Adds the gradient to momentum u, where there is one, and to the residual, and moves the
         selection into a payload."""
-        policy, v = self.policy, state.arrays[self.traits.accumulator]
+        v = state.arrays[self.traits.accumulator]
         chunk, k = self.entries(v.size, step.index)
         # Plainly on the CPU, because this comes for every tensor.
         plainly = isinstance(grad, np.ndarray)
@@ -136,11 +144,11 @@ class TopK(GatheringCompressor):
             state.arrays.get("u"),
             v,
             base=step.base,
-            momentum=policy.m,
-            nesterov=bool(policy.nesterov),
+            momentum=momentum,
+            nesterov=nesterov,
             scale=step.scale,
             kind=self.values,
-            mask=self.masking,
+            mask=masking,
             k=k,
             samples=int(self.sample_ratio * v.size) + 256,
             offset=self.key(state.name, step.index) & 0xFFFFFFFF,

@@ -171,7 +171,7 @@ class GraphCompression(RunningCompression):
     def _check_serves(self, optimizer: Any) -> None:
         """Raises ValueError where the compression is bound to another optimizer."""
         bound = self._optimizer_class
-        if bound is None or optimizer is None or isinstance(optimizer, bound):
+        if optimizer is None or isinstance(optimizer, bound or ()):
             return
         if self._takes_over:
             raise ValueError(
@@ -180,7 +180,7 @@ class GraphCompression(RunningCompression):
                 "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one "
                 "for each"
             )
-        if self._elastic:
+        if self._elastic and bound:
             raise ValueError(
                 "this compression is bound to another optimizer than the one it serves, which "
                 "would not apply what a rank that is left alone holds "

@@ -80,6 +80,19 @@ def test_an_option_m_is_no_momentum_where_nothing_has_one():
     np.testing.assert_allclose(sent, expected, atol=1e-6)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class TopKOfM(TopK):
+    """Has one that a spec may leave open, and says so by position."""
+
+    m: int = option(Count(1, 9, True), None, "anything")
+
+
+def test_nor_is_it_momentum_of_topk():
+    for m in (None, 9):
+        mine = last_result(TopKOfM(ratio=0.1, min_numel=0, m=m))
+        np.testing.assert_array_equal(mine, last_result(TopK(ratio=0.1, min_numel=0)))
+
+
 def test_what_nothing_calls_any_more_is_refused():
     with pytest.raises(TypeError, match="has owed, take_over, which nothing calls"):
         type("Owing", (Compressor,), {"owed": None, "take_over": None})

@@ -446,6 +446,13 @@ def what_cannot_be_switched_is_refused():
         unknown.switch("dgc")
     with raises(ValueError, "update_step is not SGD's own"):
         hvdc.Compression.topk(OwnSGD(0.1, momentum=0.9)).switch("dgc")
+    # Whose momentum nothing has arranged to leave to dgc.
+    unbound, model = hvdc.Compression.none().bind(None), model_of()
+    served = hvd.DistributedOptimizer(SGD["new"](0.1, momentum=0.9), compression=unbound)
+    fit(model, served, 1)
+    unbound.switch("dgc")
+    with raises(ValueError, "momentum of another optimizer than the one it serves"):
+        fit(model, served, 1)
 
 
 @case(2)
