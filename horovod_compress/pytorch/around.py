@@ -89,6 +89,8 @@ class OptimizerAround(torch.optim.Optimizer):
         if self._broadcast_in_vain:
             warn_once(self._broadcast_in_vain)
 
+    # A compiled step is left here, and entered again behind it.
+    @torch.compiler.disable
     @torch.no_grad()
     def _take_step(self, closure: Optional[Callable[[], Any]]) -> Any:
         """A step of the optimizer on this rank, and after every so many of them the exchange."""
@@ -99,6 +101,7 @@ class OptimizerAround(torch.optim.Optimizer):
             self._exchange()
         return loss
 
+    @torch.compiler.disable
     @torch.no_grad()
     def take_part(self) -> None:
         """Exchanges now, with what local steps have added so far, or with nothing: for a rank

@@ -234,7 +234,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         self._submitted.clear()
 
     def _begin_step(self) -> None:
-        now = self._rank_and_size()
+        now = self._process_set.rank(), self._process_set.size()
         if now != self._ranks:
             if not self._elastic:
                 raise RuntimeError(

@@ -76,6 +76,24 @@ def a_compiled_step_keeps_momentum_and_weight_decay():
     assert_close(model, reference)
 
 
+@case(2)
+def a_compiled_step_exchanges_parameters():
+    """As one that is not compiled."""
+    kinds = (
+        functools.partial(hvdc.UpdateOptimizer, compression="topk:min_numel=0,ratio=0.1"),
+        functools.partial(hvdc.DecentralizedOptimizer, compression="qsgd"),
+    )
+    for kind in kinds:
+        models = [model_of(), model_of()]
+        for model, compiles in zip(models, (False, True)):
+            optimizer = kind(sgd(model), named_parameters=model.named_parameters(), every=2)
+            if compiles:
+                optimizer.step = torch.compile(optimizer.step, backend="eager")
+            train(model, optimizer, batches(4))
+            assert optimizer.local_steps == 0
+        assert torch.equal(*map(flat, models))
+
+
 class Decoupled(torch.optim.SGD):
     """SGDW: weight decay beside momentum, in a step() of its own."""
 
