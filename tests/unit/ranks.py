@@ -51,7 +51,7 @@ class Waiting(Loopback):
 
     def _all(self, name, parts):
         with self.changed:
-            assert self.changed.wait_for(lambda: len(parts) == self.size, timeout=60), (
+            assert self.changed.wait_for(lambda: len(parts) == self.size, timeout=600), (
                 f"{name}: ranks {sorted(parts)} of {self.size} came"
             )
             return super()._all(name, parts)

@@ -24,7 +24,7 @@ RUNS = [
 
 def run(out, *arguments):
     given = [sys.executable, str(BENCHMARK), "digits", *arguments, "--out", str(out)]
-    return subprocess.run(given, capture_output=True, text=True, timeout=300)
+    return subprocess.run(given, capture_output=True, text=True, timeout=3600)
 
 
 @pytest.fixture(scope="module")

@@ -219,7 +219,8 @@ def an_answer_takes_20_ms():
 
 
 def steps_that_are_told(spec):
-    """Steps with ResNet-50's first gradients, after each of which a rank says so on stderr."""
+    """Steps with ResNet-50's first gradients, after each of which a rank says so: where Horovod
+    logs, for lines of two streams come in any order."""
     shapes = dict(itertools.islice(MODELS["resnet50"]().items(), 40))
     model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -235,7 +236,7 @@ def steps_that_are_told(spec):
             (param * gradient).sum() for param, gradient in zip(model, gradients[step % 2])
         ).backward()
         wrapped.step()
-        print(f"step {step} of rank {hvd.rank()}", file=sys.stderr, flush=True)
+        print(f"step {step} of rank {hvd.rank()}", flush=True)
 
 
 @case()
