@@ -322,10 +322,10 @@ class Exchange(Driver):
                 answer = wait()
                 counters["exchange_seconds"] += time.perf_counter() - started
         except StopIteration as stop:
-            for pending, (result, sent, received) in zip(waiting, stop.value):
-                pending.tensor.counters["bytes_sent"] += sent
-                pending.tensor.counters["bytes_received"] += received
-                pending.wait = lambda result=result: result
+            for pending, arrived in zip(waiting, stop.value):
+                pending.tensor.counters["bytes_sent"] += arrived.sent
+                pending.tensor.counters["bytes_received"] += arrived.received
+                pending.wait = lambda result=arrived.result: result
                 self._stages.move(pending, LAST)
 
     def _end(self) -> None:

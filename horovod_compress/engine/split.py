@@ -137,7 +137,7 @@ class SelectAgain(Joint):
             else:
                 bodies[part.tensor] = None
         return [
-            (Selected(its, kept, step.gain), sent, received)
+            Arrived(Selected(its, kept, step.gain), sent, received)
             for its, kept, sent, received in zip(bodies, left, messages.sent, messages.received)
         ]
 

@@ -12,6 +12,7 @@ from typing import (
     ClassVar,
     Generator,
     List,
+    NamedTuple,
     Optional,
     Sequence,
     Tuple,
@@ -111,9 +112,15 @@ class Alltoall(Exchanged):
 
 
 Lengths = Tuple[Callable[[int], int], Callable[[int], int]]
-# What an exchange of all tensors brings to one: the result, for `Compressor.decode`, and of this
-# rank's bytes how many the tensor has sent and received.
-Arrived = Tuple[Any, int, int]
+
+
+class Arrived(NamedTuple):
+    """What an exchange of all tensors brings to one. result: for `Compressor.decode`; sent,
+    received: the tensor's share of this rank's bytes."""
+
+    result: Any
+    sent: int
+    received: int
 
 
 class Joint:

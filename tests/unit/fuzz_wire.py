@@ -152,7 +152,7 @@ def outcome(entries, arrived, sums):
     except wire.WireError:
         return None
     except StopIteration as stop:
-        parts = [part for selected, *_ in stop.value for part in selected.bodies or ()]
+        parts = [part for arrived in stop.value for part in arrived.result.bodies or ()]
         return own.tobytes(), [added(TOPK, body, last - first) for first, last, body in parts]
 
 
