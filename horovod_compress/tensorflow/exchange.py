@@ -153,11 +153,19 @@ class GraphExchange(Driver):
         the first message.
 
         grad's memory belongs to the exchange until `finish`. squares: as in Step. A tensor that was
-        never finished has its last step rolled back.
+        never finished has its last step rolled back. RuntimeError where the call is forgotten.
         """
         self._end(name)
         with self._lock:
-            transaction, step, squared_norm = self._begun[call]
+            try:
+                transaction, step, squared_norm = self._begun[call]
+            except KeyError:
+                raise RuntimeError(
+                    f"{name}: its gradient came after {_KEPT} later calls of functions had begun, "
+                    "or after compression.switch(), and its step is not known any more. Where "
+                    "several threads train with one compression make one for each, and switch when "
+                    "all calls have ended"
+                ) from None
             self._latest = transaction
         tensor, started = self._known(name, grad), time.perf_counter()
         index = self._indices[name]

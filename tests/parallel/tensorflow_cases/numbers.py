@@ -154,6 +154,22 @@ def damaged_states_are_refused():
 
 
 @case(2)
+def a_gradient_of_a_call_that_is_forgotten():
+    """Many calls have begun since, or the compression was switched."""
+    compressor, grad = get_compressor("topk:min_numel=0"), np.ones(12, np.float32)
+    exchange = GraphExchange(compressor, 0, 2, "label")
+    exchange.add("w", (3, 4), compressor)
+    first, *_, last = (exchange.begin(0, 2) for _ in range(101))
+    with raises(RuntimeError, "w: its gradient came after 100 later calls"):
+        exchange.submit("w", grad.copy(), first)
+    exchange.submit("w", grad.copy(), last)
+    exchange.rollback()
+    exchange.switch(compressor, {"w": ((3, 4), compressor)}, {})
+    with raises(RuntimeError, "w: its gradient came", "or after compression.switch()"):
+        exchange.submit("w", grad.copy(), last)
+
+
+@case(2)
 def variables_of_other_types():
     for dtype in (tf.float16, tf.bfloat16, tf.float64):
         for spec in ("topk:ratio=0.1", "multiscale"):
