@@ -26,11 +26,12 @@ _WATCHED = 50
 _CHANGED = 1.3
 
 
-def default_candidates(sparse: Optional[str]) -> List[str]:
-    """What is tried where the user names nothing. sparse: dgc, where an SGD has a momentum that it
-    can take over, and topk with other SGDs. None with other optimizers: Adam cannot see its second
-    moment through few gradients."""
-    limits = ("", ",min_numel=65536") if sparse else ()
+def default_candidates(is_sgd: bool, takes_over: bool) -> List[str]:
+    """What is tried where the user names nothing: dgc, where an SGD has a momentum that it takes
+    over, and topk with other SGDs. Neither with other optimizers: Adam cannot see its second moment
+    through few gradients."""
+    sparse = "dgc" if takes_over else "topk"
+    limits = ("", ",min_numel=65536") if is_sgd else ()
     return ["none", "fp16", *(f"{sparse}:ratio=0.01{limit}" for limit in limits)]
 
 
@@ -269,7 +270,7 @@ def trial_arguments(
     if candidates is not None:
         _check_candidates(candidates, check)
     # Which says what is wrong with them.
-    Trials(candidates or default_candidates("dgc"), probe_steps, margin)
+    Trials(candidates or default_candidates(True, True), probe_steps, margin)
     return {
         "error": error,
         "candidates": candidates,

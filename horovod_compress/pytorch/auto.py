@@ -12,12 +12,6 @@ from .parameters import Slot
 from .sgd import can_take_over, is_plain_sgd
 
 
-def _sparse_for(optimizer: Optional[torch.optim.Optimizer]) -> Optional[str]:
-    if not isinstance(optimizer, torch.optim.SGD):
-        return None
-    return "dgc" if can_take_over(optimizer) and not is_plain_sgd(optimizer) else "topk"
-
-
 class OnTrial(Trying, OptimizerCompression):
     """A compression with a controller, which it tells of steps.
 
@@ -29,7 +23,12 @@ class OnTrial(Trying, OptimizerCompression):
 
     def __init__(self, auto: Dict[str, Any], *arguments: Any, **options: Any) -> None:
         refuse_elastic()
-        candidates = list(auto["candidates"] or default_candidates(_sparse_for(arguments[-1])))
+        optimizer = arguments[-1]
+        takes_over = can_take_over(optimizer) and not is_plain_sgd(optimizer)
+        candidates = list(
+            auto["candidates"]
+            or default_candidates(isinstance(optimizer, torch.optim.SGD), takes_over)
+        )
         # Steps are taken with the last candidate at first.
         super().__init__(candidates[-1], *arguments, **options)
         for spec in candidates:

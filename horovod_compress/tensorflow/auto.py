@@ -29,12 +29,6 @@ _NEVER = 100
 _SETTLING = 2
 
 
-def _sparse_for(optimizer: Any) -> Optional[str]:
-    if not isinstance(unwrapped(optimizer), SGD):
-        return None
-    return "dgc" if can_take_over(optimizer) else "topk"
-
-
 class CompressionOnTrial(Trying, BoundCompression):
     """What AutoCompression becomes: a compression with a controller, which it tells of steps.
 
@@ -65,7 +59,10 @@ class CompressionOnTrial(Trying, BoundCompression):
         self._settling = 0
 
     def bind(self, optimizer: Any) -> None:
-        candidates = list(self._auto["candidates"] or default_candidates(_sparse_for(optimizer)))
+        is_sgd = isinstance(unwrapped(optimizer), SGD)
+        candidates = list(
+            self._auto["candidates"] or default_candidates(is_sgd, can_take_over(optimizer))
+        )
         for spec in candidates:
             self._choose(get_compressor(spec), optimizer)
         controller = Controller(self, self._go_on_with, {**self._auto, "candidates": candidates})
