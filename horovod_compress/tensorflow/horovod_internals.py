@@ -7,7 +7,6 @@ import inspect
 from typing import (
     Any,
     Callable,
-    Dict,
     Hashable,
     List,
     NamedTuple,
@@ -35,8 +34,6 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import ( 
 from tensorflow.python.framework.func_graph import FuncGraph  # noqa: E402
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # noqa: E402
 
-_FACTORS = ("process_set", "op", "prescale_factor", "postscale_factor")
-
 
 def is_optimizer(value: Any) -> bool:
     """Whether this is an optimizer of Keras, new or legacy."""
@@ -59,10 +56,10 @@ def _is_scaler(owner: Any) -> bool:
     return isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)
 
 
-def _factor(known: Dict[str, Any]) -> float:
+def _factor(process_set: Any, op: Any, prescale: float, postscale: float) -> float:
     # Whose number may change while a trace is used.
-    ranks = known["process_set"].size() if known.get("op") == hvd.Sum else 1
-    return known.get("prescale_factor", 1.0) * known.get("postscale_factor", 1.0) * ranks
+    ranks = process_set.size() if op == hvd.Sum else 1
+    return prescale * postscale * ranks
 
 
 class Reduction(NamedTuple):
@@ -80,27 +77,22 @@ def reduction_of(tensor: Any) -> Reduction:
     """The reduction in which this gradient is compressed. Horovod does not say, but has all of it
     in reach, in a function that reduces `grads` of `vars` by `op`. ValueError for a tensor that is
     in none."""
-    found = None
     for known in (frame.f_locals for frame in callers()):
         grads, variables = known.get("grads"), known.get("vars")
         if (
-            found is None
-            and isinstance(grads, (list, tuple))
+            isinstance(grads, (list, tuple))
             and variables is not None
             and any(grad is tensor for grad in grads)
         ):
-            factors = {key: known[key] for key in _FACTORS if key in known}
-            found = Reduction(
-                grads,
-                variables,
-                functools.partial(_factor, factors),
+            factor = functools.partial(
+                _factor,
                 known.get("process_set"),
-                None,
+                known.get("op"),
+                known.get("prescale_factor", 1.0),
+                known.get("postscale_factor", 1.0),
             )
-        if found and is_horovods(known.get("self")):
-            return found._replace(optimizer=known["self"])
-    if found:
-        return found
+            optimizer = next(filter(is_horovods, owners()), None)
+            return Reduction(grads, variables, factor, known.get("process_set"), optimizer)
     raise ValueError(
         "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of "
         "Horovod 0.28, which reduce the gradients "
