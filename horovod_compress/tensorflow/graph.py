@@ -246,13 +246,11 @@ class GraphCompression(RunningCompression):
             "process_set": self._process_set,
             "ignore_name_scope": True,
         }
-        if collective.verb == "alltoall":
-            moved = hvd.alltoall(*message, **options)
-        elif collective.verb == "allgather":
-            moved = [hvd.allgather(*message, **options)]
-        else:
-            moved = [hvd.allreduce(*message, op=_OPS[collective.op], **options)]
-        return [tf.raw_ops.Snapshot(input=tensor) for tensor in moved]
+        if collective.verb == "allreduce":
+            options["op"] = _OPS[collective.op]
+        moved = getattr(hvd, collective.verb)(*message, **options)
+        # An alltoall brings two.
+        return [tf.raw_ops.Snapshot(input=tensor) for tensor in tf.nest.flatten(moved)]
 
     def _note_traces(self) -> None:
         """Keeps the functions whose traces now get operations that depend on this compression."""
