@@ -39,7 +39,7 @@ from .optimizer import (
     is_plain_sgd,
     leave_momentum,
     options_of,
-    refuse_own_steps,
+    own_step_of,
     tell_of_takeover,
     watch_passes,
 )
@@ -177,8 +177,11 @@ class BoundCompression(GraphCompression):
             else (0.0, False)
         )
         takes_over = bool(momentum and self._active)
-        if takes_over:
-            refuse_own_steps(optimizer)
+        if takes_over and (method := own_step_of(optimizer)):
+            raise ValueError(
+                f"{method} is not SGD's own, so its momentum cannot be taken over: bind with "
+                "momentum=0"
+            )
         return _Chosen(compressor, compressor.bound(momentum, nesterov), takes_over, machine)
 
     def _use(self, chosen: _Chosen) -> None:

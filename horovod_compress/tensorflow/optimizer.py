@@ -75,25 +75,14 @@ def learning_rate_of(optimizer: Any) -> Any:
     return tf.cast(rate(optimizer.iterations) if callable(rate) else rate.read_value(), tf.float32)
 
 
-def refuse_own_steps(optimizer: Any) -> None:
-    """ValueError where an SGD's momentum cannot be taken over, because it has a way of its own to
-    take a step."""
-    method = _own_step_of(optimizer)
-    if method:
-        raise ValueError(
-            f"{method} is not SGD's own, so its momentum cannot be taken over: bind with momentum=0"
-        )
-
-
 def can_take_over(optimizer: Any) -> bool:
     """Whether this is an SGD whose momentum a compression can take over, and that has one."""
-    return (
-        isinstance(optimizer, SGD) and not is_plain_sgd(optimizer) and not _own_step_of(optimizer)
-    )
+    return isinstance(optimizer, SGD) and not is_plain_sgd(optimizer) and not own_step_of(optimizer)
 
 
-def _own_step_of(sgd: Any) -> str:
-    """The method in which an SGD's class takes steps, where that is not Keras's; else empty."""
+def own_step_of(sgd: Any) -> str:
+    """The method in which an SGD's class takes steps, where that is not Keras's, so that its
+    momentum cannot be taken over; else empty."""
     own: Any = _own_class(sgd)
     known = next(cls for cls in SGD if issubclass(own, cls))
     method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
