@@ -156,5 +156,4 @@ class AutoCompression(Automatic, UnboundCompression):
     _bound_class = CompressionOnTrial
 
     _check = staticmethod(check_options)
-    _depends = _tries = True
-    _binding = "compression.bind(optimizer), which is the compression of a tape then"
+    _tries = True

@@ -150,23 +150,23 @@ class UnboundCompression(Unbound):
         except ValueError as error:
             several = ", ".join(f"{type(each).__name__} {name_of(each)!r}" for each in found)
             seen = f"has several in reach, {several}" if found else "has none in reach"
+            binding = (
+                "compression.bind(optimizer), which is the compression of a tape then"
+                if self._tries
+                else f"hvdc.Compression.{self._compressor.id}(optimizer)"
+            )
             raise ValueError(
                 f"{error}. The function that these gradients come from {seen}: bind the "
-                f"compression to the one that applies them, as in "
-                f"{self._binding}"
+                f"compression to the one that applies them, as in {binding}"
             ) from None
-
-    @property
-    def _binding(self) -> str:
-        """How a user binds it to an optimizer."""
-        return f"hvdc.Compression.{self._compressor.id}(optimizer)"
 
     @property
     def _depends(self) -> bool:
         """Whether what is exchanged may be another with another optimizer, or is applied by it."""
         compressor: Any = self._compressor
         return (
-            is_elastic()
+            self._tries
+            or is_elastic()
             or (compressor.traits.corrects_momentum and compressor.momentum is None)
             or compressor.policy.follow_lr is not False
         )
