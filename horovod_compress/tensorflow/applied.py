@@ -88,10 +88,8 @@ def refuse_unreduced(
 
 def _is_zero(grad: Any) -> bool:
     """Whether a gradient is known to be zero."""
-    if not tf.is_symbolic_tensor(grad):
-        return not np.any(grad.numpy())
     value = tf.get_static_value(grad)
-    return grad.op.type == "ZerosLike" or value is not None and not np.any(value)
+    return grad.op.type == "ZerosLike" if value is None else not np.any(value)
 
 
 def _may_be_unseen(optimizer: Any) -> bool:
@@ -149,14 +147,14 @@ class TellsOfIdling(tf.keras.callbacks.Callback):
         self._compression, self._steps = compression, 0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        unbound = isinstance(self._compression, Unbound)
-        bound = self._compression.the_only() if unbound else self._compression
+        given = self._compression
+        bound = given.the_only() if isinstance(given, Unbound) else given
         before, self._steps = self._steps, sum(bound._exchange.steps_taken().values())
         optimizer = unwrapped(getattr(self.model, "optimizer", None))
         its = compression_given_to(optimizer), getattr(optimizer, "compression", None)
-        if bound._active and self._steps == before and self._compression not in its:
+        if bound._active and self._steps == before and given not in its:
             warn_once(
-                f"{self._compression!r} has compressed nothing in a whole epoch, and the model's "
+                f"{given!r} has compressed nothing in a whole epoch, and the model's "
                 "optimizer does not have it. What hvd.load_model(path) makes has none, whatever "
                 "was saved: say hvd.load_model(path, compression=compression)"
             )
