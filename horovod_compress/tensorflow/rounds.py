@@ -182,11 +182,11 @@ class Rounds:
         if self._every == 1:
             return [variable.read_value() for variable in variables]
         shared = [self._shared[variable.ref()] for variable in variables]
-
-        def begin() -> Any:
-            return tf.group(*(its.assign(variable) for its, variable in zip(shared, variables)))
-
-        tf.cond(tf.equal(self._local_steps, 0), begin, tf.no_op)
+        tf.cond(
+            tf.equal(self._local_steps, 0),
+            lambda: tf.group(*(its.assign(variable) for its, variable in zip(shared, variables))),
+            tf.no_op,
+        )
         return shared
 
     def take_part(self) -> None:
