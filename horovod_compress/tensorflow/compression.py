@@ -326,21 +326,15 @@ class BoundCompression(GraphCompression):
 
     def _traced_with(self) -> Hashable:
         """What traces hold of the compressor."""
-        variables = [
-            (
-                each.carried,
-                each.moved,
-                each.direct,
-                None if each.squares is None else id(each.squares),
-            )
-            for each in self._variables.values()
-        ]
         return (
             self._takes_over,
             self._takes_over and self._lives_on,
             bool(self._compressor.policy.follow_lr),
             self._compressor.policy.clip_norm is not None,
-            *variables,
+            *(
+                (each.carried, each.moved, each.direct, id(each.squares))
+                for each in self._variables.values()
+            ),
         )
 
     # -- for elastic jobs: see `elastic.py`
@@ -359,8 +353,7 @@ class BoundCompression(GraphCompression):
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:
         with self._tracing_again():
-            self._adopt(state)
-            self._exchange.go_back_to(state)
+            super()._go_back_to(state)
             self._loaded = bool(self._expected())
         # in the order in which rank 0 came to know them, which numbers its operations.
         for name in state["step"]:
