@@ -119,18 +119,15 @@ class Trials:
         its.hopeless, self._slow = slow and before, slow
         if its.hopeless or self._taken == _STEPS:
             its.turns += 1
-            self._next_turn()
+            self._turns.pop(0)
+            self._taken, self._slow = 0, False
+            self._turns = self._turns or self._next_round()
+            if not self._turns:
+                tried = {spec: its.seconds for spec, its in self.tried.items()}
+                self.chosen = decide(tried, self._margin)
 
     def _best(self) -> float:
         return min(its.median for its in self.tried.values())
-
-    def _next_turn(self) -> None:
-        self._turns.pop(0)
-        self._taken, self._slow = 0, False
-        self._turns = self._turns or self._next_round()
-        if not self._turns:
-            seconds = {spec: its.seconds for spec, its in self.tried.items()}
-            self.chosen = decide(seconds, self._margin)
 
     def _next_round(self) -> List[str]:
         """Whose turns come next; none where it is time to decide."""
