@@ -255,8 +255,10 @@ class GraphExchange(Driver):
         request = None if pending.arrived else _collective(pending.request)
         if request is None:
             # Of an alltoall, nothing to each of the ranks.
-            dtypes = enumerate(dtypes_of(expected))
-            return [np.zeros(self._now.size if i else 0, dtype) for i, dtype in dtypes]
+            return [
+                np.zeros(self._now.size if i else 0, dtype)
+                for i, dtype in enumerate(dtypes_of(expected))
+            ]
         if request.collective not in expected:
             raise RuntimeError(
                 f"{self._tensors[name].compressor.id}: message {stage} of a step is "

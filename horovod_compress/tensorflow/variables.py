@@ -14,8 +14,6 @@ from .exchange import GraphExchange
 from .horovod_internals import lasting_variable
 from .operations import Variable, identified
 
-_ELASTIC_STATE = "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
-
 
 class VariableCompression(HorovodBinding):
     """The variables of a compression."""
@@ -34,7 +32,7 @@ class VariableCompression(HorovodBinding):
 
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""
-        self._refuse_unsynced(_ELASTIC_STATE)
+        self._refuse_unsynced("hvdc.elastic.TensorFlowKerasState(model, compression=compression)")
         self.handshake()
         keys, new = [], {}
         names = {variable.name for variable in self._variables.values()}
