@@ -268,7 +268,20 @@ def trial_arguments(
         )
         raise ValueError(f"error must be above 0 and at most 1, not {found}")
     if candidates is not None:
-        _check_candidates(candidates, check)
+        if (
+            not isinstance(candidates, (list, tuple))
+            or not candidates
+            or not all(isinstance(spec, str) for spec in candidates)
+        ):
+            raise ValueError(
+                f"candidates must be a list of specs as text, such as ['none', 'dgc:ratio=0.01'], "
+                f"not {candidates!r}"
+            )
+        compressors = [get_compressor(spec) for spec in candidates]
+        if any(compressor in compressors[:i] for i, compressor in enumerate(compressors)):
+            raise ValueError(f"candidates must be different compressions, not {candidates!r}")
+        for compressor in compressors:
+            check(compressor)
     # Which says what is wrong with them.
     Trials(candidates or default_candidates(True, True), probe_steps, margin)
     return {
@@ -277,24 +290,6 @@ def trial_arguments(
         "probe_steps": probe_steps,
         "margin": margin,
     }
-
-
-def _check_candidates(candidates: Any, check: Callable[[Compressor], None]) -> None:
-    """ValueError for what is no list of different specs that can begin between two steps."""
-    if (
-        not isinstance(candidates, (list, tuple))
-        or not candidates
-        or not all(isinstance(spec, str) for spec in candidates)
-    ):
-        raise ValueError(
-            f"candidates must be a list of specs as text, such as ['none', 'dgc:ratio=0.01'], "
-            f"not {candidates!r}"
-        )
-    compressors = [get_compressor(spec) for spec in candidates]
-    if any(compressor in compressors[:i] for i, compressor in enumerate(compressors)):
-        raise ValueError(f"candidates must be different compressions, not {candidates!r}")
-    for compressor in compressors:
-        check(compressor)
 
 
 class Automatic(Unbound):
