@@ -34,7 +34,8 @@ def _seen(variables: Sequence[Any]) -> bool:
     """Whether a gradient of one of these has come to a compression, or to the tape of one."""
     with _lock:
         return any(
-            compression.serves(variables) or compression.leaves_local(variables)
+            compression.serves(variables)
+            or any(variable.ref() in compression._local for variable in variables)
             for compression in _compressions
         )
 

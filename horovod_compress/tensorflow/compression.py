@@ -157,10 +157,6 @@ class BoundCompression(GraphCompression):
             for variable in variables
         )
 
-    def leaves_local(self, variables: Iterable[Any]) -> bool:
-        """Whether a tape has left the gradients of some of these as they are."""
-        return any(variable.ref() in self._local for variable in variables)
-
     def _choose(self, spec: Any, optimizer: Any) -> _Chosen:
         """What a spec comes to with an optimizer, bound or Horovod's. ValueError for what cannot be
         served."""
