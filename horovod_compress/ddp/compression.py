@@ -119,14 +119,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         "train on two ranks or more"
     )
 
-    # -- what is asked of a host
-
-    def _reduced(self) -> List[Slot]:
-        return list(self._slots) if self._active else []
-
-    def _factor(self) -> Optional[float]:
-        return 1.0
-
     # -- DDP's interface
 
     # A compiled step is left here, and entered again behind it.

@@ -3,7 +3,6 @@ users call."""
 
 import functools
 import logging
-from abc import abstractmethod
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -64,13 +63,13 @@ class OptimizerCompression(OptimizerSteps):
 
     # -- of the reducer
 
-    @abstractmethod
     def _reduced(self) -> List[Slot]:
         """The parameters whose gradients come."""
+        return list(self._slots) if self._active else []
 
-    @abstractmethod
     def _factor(self) -> Optional[float]:
         """What the reducer makes of a 1 on each rank; None where that is not known yet."""
+        return 1.0
 
     # Why one rank cannot load what several had to send.
     _refused_alone: str
