@@ -65,8 +65,6 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
     Raises:
         ValueError: it has none of the model's parameters, or is for gradients of one rank.
     """
-    if optimizer is None:
-        return
     if isinstance(optimizer, AdamWOfRanks):
         raise ValueError(
             "ddp.AdamW is for a rank's own gradients, and DistributedDataParallel averages these: "

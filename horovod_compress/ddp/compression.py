@@ -81,8 +81,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         get_compressor(spec)
         check_model(model)
         check_types(optimizer, grad_scaler)
-        optimizer = None if optimizer is None else without_wrappers(optimizer)
-        check_optimizer(model, optimizer)
+        if optimizer is not None:
+            optimizer = without_wrappers(optimizer)
+            check_optimizer(model, optimizer)
         RanksBinding.__init__(self, model.process_group)
         trained = [
             (name, param)
