@@ -215,9 +215,8 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             self._step.take(Event.COMMIT)
         if self._reached is not None and in_backward:
             self._bring_unreached(self._reached)
-        futures = list(self._futures)
+        futures, self._futures = self._futures, []
         self._sent.clear()
-        self._futures.clear()
         for future, buffer in futures:
             future.set_result(buffer)
 
