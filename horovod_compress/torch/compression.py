@@ -273,9 +273,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
 
     def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
         """Brings what is under way to its end before, for other ranks wait."""
-        # Else Horovod brings results at the beginning of its step.
-        skips = in_closure or not horovod_internals.synchronizes(optimizer)
-        if not (skips and horovod_internals.has_unreduced_gradients(optimizer)):
+        if not horovod_internals.steps_unreduced(optimizer, in_closure):
             return
         why = f"a step came before its results: {SYNCHRONIZE_FIRST}"
         if in_closure:

@@ -80,15 +80,11 @@ def reduced_by(optimizer: Any) -> Optional[Set[torch.Tensor]]:
     return getattr(optimizer, "_requires_update", None)
 
 
-def has_unreduced_gradients(optimizer: Any) -> bool:
-    """Whether gradients have come to Horovod's optimizer that it has not brought back yet."""
-    return bool(optimizer._handles)
-
-
-def synchronizes(optimizer: Any) -> bool:
-    """Whether Horovod's optimizer brings back all gradients at the beginning of its step: not
-    inside `with optimizer.skip_synchronize():`."""
-    return bool(optimizer._should_synchronize)
+def steps_unreduced(optimizer: Any, in_closure: bool) -> bool:
+    """Whether gradients have come to Horovod's optimizer that it does not bring back before its
+    step uses them. It brings all back at the step's beginning: not those of a closure, nor inside
+    `with optimizer.skip_synchronize():`."""
+    return bool((in_closure or not optimizer._should_synchronize) and optimizer._handles)
 
 
 def serve(optimizer: Any, compression: Any) -> None:
