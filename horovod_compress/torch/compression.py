@@ -80,7 +80,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
         if self._active:
-            ownership.expect(self)
+            ownership.not_used_yet.add(self)
 
     _advice_on_options = (
         "Where only some ranks have set or loaded it, call "

@@ -23,20 +23,15 @@ _UNREDUCED = (
     "ranks' copies of them part, unless you average them yourself. Make a new "
     "hvd.DistributedOptimizer for them"
 )
-# Compressions, by whether an optimizer of Horovod's is known to have them.
+# Compressions, by whether an optimizer of Horovod's is known to have them, or is to be given them.
 _serving: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_not_used_yet: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-def expect(compression: Any) -> None:
-    """Notes that an optimizer of Horovod's is to be given this compression."""
-    _not_used_yet.add(compression)
+not_used_yet: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def note_serving(compression: Any) -> None:
     """Notes that an optimizer of Horovod's has this compression, and finds the others whose
     optimizers reduce some of the same parameters."""
-    _not_used_yet.discard(compression)
+    not_used_yet.discard(compression)
     mine = horovod_internals.reduced_by(compression._optimizer) or set()
     for other in list(_serving):
         if mine & (horovod_internals.reduced_by(other._optimizer) or set()):
@@ -84,12 +79,12 @@ def _warn_of_unused(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     """Warns, after any optimizer's step, of the compressions that it should have used for its
     parameters."""
     used = horovod_internals.compression_of(optimizer)
-    for compression in list(_not_used_yet) if used is not None and _not_used_yet else ():
+    for compression in list(not_used_yet) if used is not None and not_used_yet else ():
         bound = {id(slot.param) for slot in compression._slots}
         if compression is not used and any(
             id(p) in bound for group in optimizer.param_groups for p in group["params"]
         ):
-            _not_used_yet.discard(compression)
+            not_used_yet.discard(compression)
             warn_once(
                 f"{compression!r} is not used: give it to hvd.DistributedOptimizer(compression=…), "
                 f"which has {used!r}"
