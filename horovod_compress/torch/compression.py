@@ -297,8 +297,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             self._step.take(Event.ARRIVE)
             return
         self._exchange.fail()
-        if self._optimizer is not None:
-            horovod_internals.rollback_step(self._optimizer)
+        horovod_internals.rollback_step(self._optimizer)
         raise self._step.failure()
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
