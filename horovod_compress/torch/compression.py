@@ -129,9 +129,12 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         """Parameters were frozen or thawed between this compression and Horovod's optimizer. What
         was kept of the others goes on."""
         chosen = self._choose(self._requested)
-        thawed = [slot for slot in self._reduced() if slot.name not in self._tensors]
         watched = chosen.moments.watched if chosen.moments is not None else {}
-        unseen = [slot.name for slot in thawed if id(slot.param) in watched]
+        unseen = [
+            slot.name
+            for slot in self._reduced()
+            if slot.name not in self._tensors and id(slot.param) in watched
+        ]
         if unseen:
             raise ValueError(
                 f"{unseen[0]} was thawed after this compression was made, which has to see what "
