@@ -31,19 +31,12 @@ def subclasses_of(cls: Type[Any]) -> Iterator[Type[Any]]:
 def _reachable() -> Iterator[Any]:
     """All objects that the collector cares for and modules or functions that are running reach."""
     seen: Set[int] = set()
-    found = [*sys.modules.values(), *_variables()]
+    found: List[Any] = [*sys.modules.values()]
+    for frame in list(sys._current_frames().values()):
+        for each in callers(frame):
+            found += [each.f_globals, *each.f_locals.values()]
     while found:
-        new = {id(each): each for each in filter(gc.is_tracked, found)}
-        for known in new.keys() & seen:
-            del new[known]
+        new = {id(each): each for each in filter(gc.is_tracked, found) if id(each) not in seen}
         seen.update(new)
         yield from new.values()
         found = gc.get_referents(*new.values())
-
-
-def _variables() -> Iterator[Any]:
-    """What the functions of all threads that are running have as variables."""
-    for frame in list(sys._current_frames().values()):
-        for each in callers(frame):
-            yield each.f_globals
-            yield from list(each.f_locals.values())
