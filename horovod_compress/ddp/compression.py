@@ -131,8 +131,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         future: torch.futures.Future = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        ranks = self._ranks
-        if ranks is None:
+        if not self._active:
             future.set_result(buffer)
             return future
         if bucket.index() == 0:
@@ -142,7 +141,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             self._begin_step()
         self._futures.append((future, buffer))
         self._submit_bucket(bucket, buffer)
-        ranks.send()
+        self._ranks.send()
         if bucket.is_last():
             self._finish()
             self._interrupted = False

@@ -21,16 +21,17 @@ _TOLD = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class RanksBinding(Binding):
     """A compression bound to the ranks of a process group. group: None for all ranks."""
 
+    # Where there is more than one rank.
+    _ranks: DistributedTransport
+
     def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
-        size = dist.get_world_size(group)
-        Binding.__init__(self, "hvdc", size > 1)
-        self._ranks: Optional[DistributedTransport] = None
+        Binding.__init__(self, "hvdc", dist.get_world_size(group) > 1)
         if self._active:
             self._ranks = DistributedTransport(_group_beside(group))
             self._places = _places(self._ranks)
 
     def _rank_and_size(self) -> Tuple[int, int]:
-        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        return (self._ranks.rank, self._ranks.size) if self._active else (0, 1)
 
     def _transport_of(self, compressor: Compressor) -> Transport:
         if compressor.policy.transport == "mpi":
@@ -38,10 +39,9 @@ class RanksBinding(Binding):
                 "transport=mpi is for Horovod's ranks: leave it out, and payloads travel by "
                 "torch.distributed"
             )
-        return self._ranks or Loopback.group(1)[0]
+        return self._ranks if self._active else Loopback.group(1)[0]
 
     def _placement(self) -> Placement:
-        assert self._ranks is not None
         rank, refused = self._ranks.rank, None
         if self._ranks.size < dist.get_world_size():
             refused = "needs all ranks of a machine: leave process_group out, or hosts"
@@ -59,7 +59,6 @@ class RanksBinding(Binding):
     def _mean(self, tensor: torch.Tensor, name: str = "") -> Callable[[], Any]:
         """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
         it. Names are for transports that need them."""
-        assert self._ranks is not None
         size = self._ranks.size
         # As DDP does it. Small numbers of float16 would lose digits.
         if tensor.dtype != torch.float16:
