@@ -72,35 +72,31 @@ class OptimizerSteps(Binding):
         """Before the first gradient of a step."""
         scale = None if self._grad_scaler is None else self._grad_scaler.get_scale()
         if not self._options_agreed:
-            self._agree_on_options(scale)
+            # What the user can broadcast or load until the first gradient.
+            self.handshake()
+            agree(
+                self._transport,
+                f"{self._label}.step",
+                {**_options(self._optimizer), "loss scale": scale},
+                advice=self._advice_on_options,
+            )
+            self._options_agreed = True
         self._leave_unused()
         self._switch_where_due()
         self._scale = scale
         if scale is not None:
             self._exchange.expect(scale=to_true_units(scale))
         self._meet()
-        optimizer = self._optimizer
-        if optimizer is not None:
+        if self._optimizer is not None:
             if self._compressor.policy.follow_lr:
                 self._rates = {
                     id(param): float(group["lr"])
-                    for group in optimizer.param_groups
+                    for group in self._optimizer.param_groups
                     for param in group["params"]
                 }
-            for name, options in self._takeover.changes(optimizer).items():
+            for name, options in self._takeover.changes(self._optimizer).items():
                 self._exchange.replace(name, **options)
         self._step.take(Event.BEGIN)
-
-    def _agree_on_options(self, scale: Optional[float]) -> None:
-        """Compares what the user can broadcast or load until the first gradient."""
-        self.handshake()
-        agree(
-            self._transport,
-            f"{self._label}.step",
-            {**_options(self._optimizer), "loss scale": scale},
-            advice=self._advice_on_options,
-        )
-        self._options_agreed = True
 
     # What to do where ranks' optimizers differ.
     _advice_on_options: str
