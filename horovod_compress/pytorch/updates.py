@@ -57,9 +57,13 @@ class UpdatingOptimizer(OptimizerAround):
         except BaseException:
             # Else the next step would take what this one has left for what all ranks share.
             if not self.local_steps:
-                for parameter in self._parameters:
-                    parameter.rollback()
+                self._rollback_round()
             raise
+
+    def _rollback_round(self) -> None:
+        self.local_steps = 0
+        for parameter in self._parameters:
+            parameter.rollback()
 
     def _begin(self) -> None:
         if self._shows_shared:

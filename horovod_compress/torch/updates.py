@@ -204,11 +204,6 @@ class UpdateOptimizer(UpdatingOptimizer):
         self._rollback_round()
         self._shared_is_kept = True
 
-    def _rollback_round(self) -> None:
-        self.local_steps = 0
-        for each in self._parameters:
-            each.rollback()
-
     @torch.no_grad()
     def _sync(self) -> None:
         """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own
