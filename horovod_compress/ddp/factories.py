@@ -47,8 +47,7 @@ def compress(
         ValueError: as of `DDPCompression`.
     """
     check_unhooked(model)
-    options = {"grad_scaler": grad_scaler, "discardable": discardable}
-    compression = make(spec, model, optimizer, **options)
+    compression = make(spec, model, optimizer, grad_scaler=grad_scaler, discardable=discardable)
     model.register_comm_hook(compression, hook)
     return compression
 
