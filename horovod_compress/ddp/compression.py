@@ -103,7 +103,11 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         # Parameters that backward passes have reached since the last exchange. None where DDP
         # expects all to be reached.
         self._reached: Optional[Set[int]] = None
-        self._replace_others()
+        # Where a model was wrapped anew, that of before does nothing more around steps.
+        for other in list(_serving):
+            if other._by_parameter.keys() & self._by_parameter.keys():
+                other._unregister()
+        _serving.add(self)
         if optimizer is not None and self._active:
             self._optimizer = optimizer
             self._register(optimizer)
@@ -150,13 +154,6 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     def serves(self, param: torch.nn.Parameter) -> bool:
         """Whether this is the compression of a parameter, of a model that is still there."""
         return id(param) in self._by_parameter and self._model() is not None
-
-    def _replace_others(self) -> None:
-        """Ends what a compression of before does around steps, where a model was wrapped anew."""
-        for other in list(_serving):
-            if other._by_parameter.keys() & self._by_parameter.keys():
-                other._unregister()
-        _serving.add(self)
 
     def _drop_interrupted(self) -> None:
         """Rolls back what a backward pass that has failed has left."""
