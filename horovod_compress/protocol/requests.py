@@ -55,11 +55,12 @@ DECLARABLE = {
 }
 
 
+@dataclasses.dataclass
 class Exchanged:
     """A request that hands an array in."""
 
     array: np.ndarray
-    verb: str
+    verb: ClassVar[str]
     op = ""
 
     @property
@@ -74,7 +75,6 @@ class ToReducer(Exchanged):
     `Final`. As a payload: as many float32 or float16 as the tensor has elements; may be the
     gradient's own memory."""
 
-    array: np.ndarray
     verb = "reducer"
 
 
@@ -85,7 +85,6 @@ class Allreduce(Exchanged):
     with an array, which may be `array` itself. elements: how many of the tensor's a payload is of,
     where that is not all."""
 
-    array: np.ndarray
     op: str = "sum"
     elements: Optional[int] = None
     verb = "allreduce"
@@ -96,7 +95,6 @@ class Allgather(Exchanged):
     """All ranks' arrays, uint8 of any length, one behind the other in rank order: one uint8
     array."""
 
-    array: np.ndarray
     verb = "allgather"
 
 
@@ -106,7 +104,6 @@ class Alltoall(Exchanged):
     splits[1] to rank 1 …; what is beyond goes to nobody. Answered with the parts that came, a uint8
     array for each rank."""
 
-    array: np.ndarray
     splits: Sequence[int]
     verb = "alltoall"
 
