@@ -23,12 +23,8 @@ class _Message(ABC):
 
     def __init__(self, transport: "DistributedTransport") -> None:
         self._transport = transport
-        self._work: Any = None  # from the start on
+        self._work: Any = None  # what to wait for, once it is sent
         self._ended = False
-
-    def send(self) -> None:
-        """Starts it."""
-        self._work = self._start()
 
     def end(self) -> None:
         """Waits until its results are there."""
@@ -40,8 +36,8 @@ class _Message(ABC):
             self._take()
 
     @abstractmethod
-    def _start(self) -> Any:
-        """Returns what to wait for."""
+    def send(self) -> None:
+        """Starts it."""
 
     @abstractmethod
     def _take(self) -> None:
@@ -61,14 +57,13 @@ class _Gather(_Message):
         self.names: List[str] = []
         self.frames: List[np.ndarray] = []
 
-    def _start(self) -> Any:
+    def send(self) -> None:
         self._mark = zlib.crc32("\n".join(self.names).encode())
         head = np.array([self._mark, *(frame.nbytes for frame in self.frames)], np.int64)
         self._row = np.concatenate([head.view(np.uint8), *self.frames])
         # Not before the lengths end.
         self._cut = self._transport.cuts.get(tuple(self.names), head.nbytes)
-        self._rows, work = self._gathered(self._row[: self._cut], self._cut)
-        return work
+        self._rows, self._work = self._gathered(self._row[: self._cut], self._cut)
 
     def _gathered(self, part: np.ndarray, length: int) -> Tuple[torch.Tensor, Any]:
         """The matrix of all ranks' parts, which comes with the work."""
@@ -115,12 +110,14 @@ class _Reduction(_Message):
         self._op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         self.tensors: List[torch.Tensor] = []
 
-    def _start(self) -> Any:
+    def send(self) -> None:
         alone = len(self.tensors) == 1
         self._joined = (
             self.tensors[0] if alone else torch.cat([tensor.view(-1) for tensor in self.tensors])
         )
-        return dist.all_reduce(self._joined, self._op, group=self._transport.group, async_op=True)
+        self._work = dist.all_reduce(
+            self._joined, self._op, group=self._transport.group, async_op=True
+        )
 
     def _take(self) -> None:
         if len(self.tensors) > 1:
