@@ -99,12 +99,6 @@ class SharedCoordinates(SelectiveCompressor):
             state.rollbacks = [Rollback("residual", indices, values.copy())]
         return indices, values, finite
 
-    def keep_error(self, state: State, sent: np.ndarray) -> None:
-        """Adds the rounding error, the values drawn less those sent, to the residual."""
-        (drawn,) = state.rollbacks
-        state.arrays["residual"][drawn.indices] += drawn.values - sent
-        state.rollbacks = [drawn._replace(values=sent)]
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GlobalRandK(SharedCoordinates):

@@ -93,7 +93,10 @@ class SharedScaleQuantizer(SharedCoordinates):
         )
         if state.rollbacks:
             yield from self._dequantize(words, values, state, w, size, 1.0)
-            self.keep_error(state, values)
+            # The rounding error, what was drawn less what is sent, goes into the residual.
+            (drawn,) = state.rollbacks
+            state.arrays["residual"][drawn.indices] += drawn.values - values
+            state.rollbacks = [drawn._replace(values=values)]
         return Allreduce(words, elements=values.size)
 
     def decode(
