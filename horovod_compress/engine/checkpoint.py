@@ -89,27 +89,32 @@ def saved(
     """A state_dict: what `identity` says of algorithm and rank, and copies of the tensors' arrays.
     into: one of the same tensors that is not needed any more, whose
     arrays' memory is used again."""
-    tensors = list(tensors)
-
-    def copied(tensor: Tensor) -> Dict[str, np.ndarray]:
-        memory = into["tensors"].get(tensor.name, {}) if into else {}
-        again = {
-            key: a
-            for key, a in memory.items()
-            if key in tensor.state.arrays and a.shape == tensor.state.arrays[key].shape
-        }
-        return {
-            key: np.positive(np.asarray(array), out=again.get(key))
-            for key, array in tensor.state.arrays.items()
-        }
-
+    tensors, memory = list(tensors), into["tensors"] if into else {}
     return {
         "format": _FORMAT,
         **identity,
         "step": step,
         "dense_until": {tensor.name: tensor.dense_until for tensor in tensors},
-        "tensors": {tensor.name: copied(tensor) for tensor in tensors},
+        "tensors": {
+            tensor.name: copies(
+                {key: np.asarray(array) for key, array in tensor.state.arrays.items()},
+                memory.get(tensor.name, {}),
+            )
+            for tensor in tensors
+        },
     }
+
+
+def copies(
+    arrays: Mapping[str, np.ndarray], memory: Mapping[str, np.ndarray]
+) -> Dict[str, np.ndarray]:
+    """Copies of arrays, by name, each in the memory of that name where it is as long."""
+    copied = {}
+    for key, array in arrays.items():
+        fits = key in memory and memory[key].shape == array.shape
+        copied[key] = memory[key] if fits else np.empty_like(array)
+        np.copyto(copied[key], array)
+    return copied
 
 
 def portable(state: Dict[str, Any], transport: AnyTransport, label: str) -> Dict[str, Any]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..compressors.base import Step
 from ..protocol.requests import TensorStep
+from .checkpoint import copies
 from .driver import Driver
 from .extension import Begin, Extension
 from .tensor import Tensor
@@ -20,7 +21,9 @@ class Snapshots(Extension):
         self._before: Dict[str, Dict[str, np.ndarray]] = {}
 
     def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        self._take(tensor)
+        tensor.compressor.apply_pending(tensor.state)
+        earlier = self._before.get(tensor.name, {})
+        self._before[tensor.name] = copies(tensor.state.arrays, earlier)
         return self._restoring(tensor, begin(tensor, grad, step))
 
     def _restoring(self, tensor: Tensor, step: TensorStep) -> TensorStep:
@@ -29,17 +32,6 @@ class Snapshots(Extension):
         except BaseException:
             self.restore(tensor)
             raise
-
-    def _take(self, tensor: Tensor) -> None:
-        tensor.compressor.apply_pending(tensor.state)
-        earlier, taken = self._before.get(tensor.name, {}), {}
-        for key, array in tensor.state.arrays.items():
-            memory = earlier.get(key)
-            if memory is None or memory.shape != array.shape:
-                memory = np.empty_like(array)
-            np.copyto(memory, array)
-            taken[key] = memory
-        self._before[tensor.name] = taken
 
     def restore(self, tensor: Tensor) -> None:
         """Makes a tensor's state what it was before its last step."""
