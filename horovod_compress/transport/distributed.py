@@ -92,13 +92,12 @@ class _Gather(_Message):
             # Later rows hold as long a one, and a 32nd more.
             self._transport.cuts[tuple(self.names)] = longest + longest // 32
         self._results, self._ends = rows, begin + np.cumsum(lengths, axis=1)
-        self._lengths = lengths
+        self._begins = self._ends - lengths
 
     def result(self, number: int) -> np.ndarray:
         """All ranks' frames of one collective, joined in rank order."""
         self.end()
-        ends, lengths = self._ends[:, number], self._lengths[:, number]
-        parts = zip(self._results, (ends - lengths).tolist(), ends.tolist())
+        parts = zip(self._results, self._begins[:, number].tolist(), self._ends[:, number].tolist())
         return np.concatenate([row[first:last] for row, first, last in parts])
 
 
