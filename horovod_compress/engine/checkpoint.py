@@ -197,10 +197,11 @@ def checked(state: Any, identity: Dict[str, Any], taken: Any) -> Saved:
     if found.header["rank"] is None:
         expected.update(rank=None, size=found.header["size"], **parts.of_none)
     difference = first_difference(expected, {key: found.header[key] for key in expected})
+    wrong_steps = _wrong_by_tensor if isinstance(taken, dict) else wrong_count
     refuse(
         difference
-        or _wrong_steps(found.header["step"], isinstance(taken, dict))
-        or _wrong_dense_until(found.header["dense_until"])
+        or wrong_steps("step", found.header["step"])
+        or _wrong_by_tensor("dense_until", found.header["dense_until"])
     )
     refuse_not_finite(found.arrays)
     return found
@@ -332,20 +333,11 @@ def _said_by_all(state: Saved) -> Dict[str, Any]:
     return {**said, **parts.alike(state.header), "tensors": _layout(state.arrays, state.header)}
 
 
-def _wrong_steps(steps: Any, by_tensor: bool) -> Difference:
-    if not by_tensor:
-        return wrong_count("step", steps)
+def _wrong_by_tensor(where: str, steps: Any) -> Difference:
     if not isinstance(steps, dict):
-        return "step", "steps by tensor", steps
-    wrong = (wrong_count(f"step.{name}", number) for name, number in steps.items())
+        return where, "steps by tensor", steps
+    wrong = (wrong_count(f"{where}.{name}", number) for name, number in steps.items())
     return next(filter(None, wrong), None)
-
-
-def _wrong_dense_until(until: Any) -> Difference:
-    good = isinstance(until, dict) and not any(
-        wrong_count(name, step) for name, step in until.items()
-    )
-    return None if good else ("dense_until", "steps by tensor", until)
 
 
 def _wrong_shapes(shapes: Any) -> Difference:
