@@ -70,17 +70,15 @@ class _Tensor:
             # Of another tensor.
             residual.fill(0)
         encoded = kernels.at_once(self.compressor.encode(z, self.state, step))
-        if self.dtype is None:
-            body, finite = encoded.body, encoded.finite
-        elif self.dtype == np.float16:
-            body = encoded.array.view(np.uint8)
-            finite = kernels.cpu.decode_float16(encoded.array.view(np.uint16), z) < np.inf
-        else:
-            body = encoded.array.view(np.uint8)
-            finite = kernels.cpu.max_abs(encoded.array) < np.inf
         end_step(self.compressor, self.state, True)
         self.compressor.apply_pending(self.state)
-        return body, finite
+        if self.dtype is None:
+            return encoded.body, encoded.finite
+        if self.dtype == np.float16:
+            largest = kernels.cpu.decode_float16(encoded.array.view(np.uint16), z)
+        else:
+            largest = kernels.cpu.max_abs(encoded.array)
+        return encoded.array.view(np.uint8), largest < np.inf
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float, spare: np.ndarray) -> None:
         """Adds a part of a message, times a factor. ValueError for what is none."""
