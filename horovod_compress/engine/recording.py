@@ -72,11 +72,8 @@ class Recorder(Extension):
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, not {every!r}")
-        if (
-            not isinstance(to, (str, os.PathLike))
-            and not callable(to)
-            and not hasattr(to, "add_scalar")
-        ):
+        to = os.fspath(to) if isinstance(to, os.PathLike) else to
+        if not isinstance(to, str) and not callable(to) and not hasattr(to, "add_scalar"):
             raise TypeError(
                 f"records go to a path, a callable or an object with add_scalar(tag, value, step), "
                 f"not to an object of {type(to)}"
@@ -167,10 +164,9 @@ class Recorder(Extension):
         }
 
     def _write(self, record: Record) -> None:
-        if isinstance(self._to, (str, os.PathLike)):
-            path = os.fspath(self._to)
-            if record["rank"] == 0 or "{rank}" in path:
-                _append(self._of_rank(path), json.dumps(record, allow_nan=False) + "\n")
+        if isinstance(self._to, str):
+            if record["rank"] == 0 or "{rank}" in self._to:
+                _append(self._of_rank(self._to), json.dumps(record, allow_nan=False) + "\n")
         elif hasattr(self._to, "add_scalar"):
             for tag, value in _scalars("compression", record):
                 self._to.add_scalar(tag, value, record["step"])
@@ -183,9 +179,7 @@ class Recorder(Extension):
     def _warn(self, step: int, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            to = repr(self._to)
-            if isinstance(self._to, (str, os.PathLike)):
-                to = self._of_rank(os.fspath(self._to))
+            to = self._of_rank(self._to) if isinstance(self._to, str) else repr(self._to)
             warnings.warn(
                 f"horovod_compress: the record of step {step} cannot be written to {to}: "
                 f"{error.strerror or error}. Training goes on, and later records are tried",
