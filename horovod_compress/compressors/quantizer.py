@@ -80,6 +80,7 @@ class SharedScaleQuantizer(SharedCoordinates):
             )
             state.levels = yield Allreduce(state.scales)
         key = self.key("rounding", state.name, step.index, step.rank)
+        width = _width(steps, size)
         words = state.buffer = yield from kernels.quantize(
             values,
             state.levels,
@@ -87,12 +88,14 @@ class SharedScaleQuantizer(SharedCoordinates):
             w=w,
             clip=min(norm, w),
             steps=steps,
-            width=_width(steps, size),
+            width=width,
             size=size,
             key=key,
         )
         if state.rollbacks:
-            yield from self._dequantize(words, values, state, w, size, 1.0)
+            yield from kernels.dequantize(
+                words, state.levels, values, w=w, steps=steps, width=width, size=size, scale=1.0
+            )
             # The rounding error, what was drawn less what is sent, goes into the residual.
             (drawn,) = state.rollbacks
             state.arrays["residual"][drawn.indices] += drawn.values - values
@@ -107,26 +110,21 @@ class SharedScaleQuantizer(SharedCoordinates):
             out.fill(np.nan)
             return False
         values = out if indices is None else np.empty(indices.size, np.float32)
-        yield from self._dequantize(summed, values, state, w, step.size, scale)
+        yield from kernels.dequantize(
+            summed,
+            state.levels,
+            values,
+            w=w,
+            steps=self.steps,
+            width=_width(self.steps, step.size),
+            size=step.size,
+            scale=scale,
+        )
         if indices is not None:
             out[indices] = values
         if w * abs(scale) * step.size < LARGEST:
             return True
         return (yield from kernels.max_abs(out)) < np.inf
-
-    def _dequantize(
-        self,
-        words: np.ndarray,
-        out: np.ndarray,
-        state: QuantizerState,
-        w: float,
-        size: int,
-        scale: float,
-    ) -> Asking[None]:
-        width = _width(self.steps, size)
-        return kernels.dequantize(
-            words, state.levels, out, w=w, steps=self.steps, width=width, size=size, scale=scale
-        )
 
 
 def _width(steps: Sequence[float], size: int) -> int:
