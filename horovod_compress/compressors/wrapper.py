@@ -65,8 +65,9 @@ class Wrapper(Compressor):
         traits = self.inner.traits._replace(
             on_device=False, takes_base=False, carries_float64=False
         )
-        known = {"id": self.inner.id, "roles": self.inner.roles, "policy": self.inner.policy}
-        vars(self).update(known, traits=traits)
+        vars(self).update(
+            id=self.inner.id, roles=self.inner.roles, policy=self.inner.policy, traits=traits
+        )
 
     def __repr__(self) -> str:
         return repr(self.inner)
