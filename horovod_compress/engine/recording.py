@@ -314,9 +314,6 @@ def _scalars(tag: str, values: Mapping[str, Any]) -> Any:
             yield f"{tag}/{key}", value
 
 
-_NORMS = ("gradient_norm", "residual_norm")
-
-
 def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
     """The records in a file.
 
@@ -366,7 +363,7 @@ def _wrong(record: Any) -> Optional[str]:
 
 def _not_numbers(record: Dict[str, Any], keys: Sequence[str]) -> List[str]:
     """Those of the keys whose values are no numbers, and of the norms, which may be None."""
-    norms = [key for key in _NORMS if record.get(key, "") is not None]
+    norms = [key for key in ("gradient_norm", "residual_norm") if record.get(key, "") is not None]
     return [key for key in (*keys, *norms) if not _is_number(record.get(key))]
 
 
