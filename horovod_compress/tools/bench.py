@@ -273,7 +273,8 @@ def measure(
     before, seconds, error = _take_steps(exchange, echo, gradients, steps, progress)
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
-    decoded_payloads = ranks if collective_of(compressor) == "allgather" else 1
+    # None are gathered where those of so many ranks would be more bytes than a dense exchange.
+    gathers = collective_of(compressor) == "allgather" and "allgather uint8" in echo.sent
     sent = after["bytes_sent"] - before["bytes_sent"]
     dense = after["dense_bytes"] - before["dense_bytes"]
     return {
@@ -286,7 +287,7 @@ def measure(
         "decode_seconds": decode,
         "streaming_seconds": streaming,
         "gradient_bytes_per_second": dense / steps / (encode + decode),
-        "times_streaming": (encode + decode / decoded_payloads) / streaming,
+        "times_streaming": (encode + decode / (ranks if gathers else 1)) / streaming,
         "error": error,
         "residual": after["residual_norm"] > 0,
     }

@@ -132,6 +132,16 @@ def test_the_error_is_the_share_that_was_not_sent(tmp_path):
     assert result["error"] == pytest.approx(math.sqrt(37 / 101)) and result["residual"]
 
 
+def test_one_payload_is_a_share_of_the_work_only_where_payloads_are_gathered():
+    """And not where tensors go dense, as on 200 ranks."""
+    gradients = random_gradients({"w": (256, 256)}, seed=0)
+    for ranks, decoded in ((3, 3), (200, 1)):
+        found = bench.measure(hc.get_compressor("topk:ratio=0.02"), gradients, ranks, steps=1)
+        assert ("allgather uint8" in found["exchanged"]) == (decoded > 1)
+        work = found["encode_seconds"] + found["decode_seconds"] / decoded
+        assert found["times_streaming"] == pytest.approx(work / found["streaming_seconds"])
+
+
 def test_the_bytes_are_those_of_simulate(capsys, gradients, tmp_path):
     out = tmp_path / "results.json"
     spec = "dgc:ratio=0.01,clip_norm=1"
