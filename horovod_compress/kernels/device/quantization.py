@@ -1,6 +1,7 @@
 """Integer codes that many ranks can add up in one word: quantized and packed on the device, many
 tensors at once; the words are on the CPU."""
 
+import functools
 from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..reference.random import one_of
 from . import launches
 from .array import DeviceArray
 from .programs import quantization as programs
-from .shared import Kernel, in_groups, starts_of
+from .shared import Kernel, starts_of
 
 
 class _Words:
@@ -61,37 +62,35 @@ class _Words:
 
     def here(self, words: torch.Tensor, spares: Sequence[Optional[np.ndarray]]) -> List[np.ndarray]:
         """Tensors' words, on the CPU, in the spare memory of those that have as much."""
-        found = []
-        for spare, start, end in zip(spares, self.starts, self.starts[1:]):
-            fits = (
-                spare is not None
-                and spare.size == end - start
-                and spare.itemsize == self.dtype.itemsize
-            )
-            found.append(
-                spare
-                if spare is not None and fits
-                else launches.pinned(end - start, words.dtype, self.device)
-            )
+        found = [
+            spare
+            if spare is not None
+            and spare.size == end - start
+            and spare.itemsize == self.dtype.itemsize
+            else launches.pinned(end - start, words.dtype, self.device)
+            for spare, start, end in zip(spares, self.starts, self.starts[1:])
+        ]
         launches.brought(
             [words[start:end] for start, end in zip(self.starts, self.starts[1:])], found
         )
         return found
 
 
-@Kernel
+@functools.partial(Kernel, key=lambda call: (call.width, call.size, tuple(call.steps)))
 def quantize(calls: List[Any]) -> List[np.ndarray]:
     """As `kernels.reference.quantize`; levels and words are on the CPU, these in `spare` where
     that is given and as long."""
-    return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _quantized)
-
-
-def _quantized(calls: List[Any]) -> List[np.ndarray]:
     steps, arrays = calls[0].steps, [call.x for call in calls]
     words = _Words(arrays, calls[0].width, 0)
     scales, starts = _scales_of(calls, arrays)
     found = words.new()
     befores, each = zip(*(factors(call.w, np.array(steps, np.float32)) for call in calls))
+    most = _largest_code(steps)
+    # The largest magnitudes before rounding.
+    clips = [
+        min(most, np.float32(call.clip) * before * its[0]) if len(steps) == 1 else most
+        for call, before, its in zip(calls, befores, each)
+    ]
     keys = [divmod(call.key, 1 << 32) for call in calls]
     rows = [
         (
@@ -102,11 +101,11 @@ def _quantized(calls: List[Any]) -> List[np.ndarray]:
             i * len(steps),
             low,
             high,
-            _limit(call),
+            _bits(clip),
             float(before),
         )
-        for i, (call, start, at, (high, low), before) in enumerate(
-            zip(calls, starts, words.starts, keys, befores)
+        for i, (call, start, at, (high, low), clip, before) in enumerate(
+            zip(calls, starts, words.starts, keys, clips, befores)
         )
     ]
     words.launch(
@@ -122,14 +121,10 @@ def _quantized(calls: List[Any]) -> List[np.ndarray]:
     return words.here(found, [call.spare for call in calls])
 
 
-@Kernel
+@functools.partial(Kernel, key=lambda call: (call.width, call.size, tuple(call.steps)))
 def dequantize(calls: List[Any]) -> List[None]:
     """As `kernels.reference.dequantize`; words and levels are on the CPU. ValueError for words of
     another number of elements."""
-    return in_groups(calls, lambda call: (call.width, call.size, tuple(call.steps)), _dequantized)
-
-
-def _dequantized(calls: List[Any]) -> List[None]:
     steps, arrays = calls[0].steps, [call.out for call in calls]
     words, largest = _Words(arrays, calls[0].width, 0), calls[0].size * int(steps[0])
     sums = words.there([call.words for call in calls])
@@ -146,20 +141,16 @@ def _dequantized(calls: List[Any]) -> List[None]:
         sums,
         scales,
         launches.copied(units, words.device),
-        OFFSETS=_signed(offsets, 8 * words.dtype.itemsize),
+        OFFSETS=int(words.dtype.type(offsets).view(f"i{words.dtype.itemsize}")),
         SCALES=len(steps) > 1,
     )
     return [None] * len(calls)
 
 
-@Kernel
+@functools.partial(Kernel, key=lambda call: (call.size, tuple(call.steps)))
 def encode_scales(calls: List[Any]) -> List[np.ndarray]:
     """As `kernels.reference.encode_scales`; the words are on the CPU, in `spare` where that is
     given and as long. `peaks` are not used."""
-    return in_groups(calls, lambda call: (call.size, tuple(call.steps)), _fits)
-
-
-def _fits(calls: List[Any]) -> List[np.ndarray]:
     steps = calls[0].steps
     words, limit = (
         _Words([call.x for call in calls], calls[0].size.bit_length(), 1, len(steps) - 1),
@@ -208,23 +199,9 @@ def _scales_of(
     return finest, starts
 
 
-def _limit(call: Any) -> int:
-    """The bits of the largest magnitude before rounding."""
-    limit = _largest_code(call.steps)
-    if len(call.steps) == 1:
-        before, each = factors(call.w, np.array(call.steps, np.float32))
-        limit = min(limit, np.float32(call.clip) * before * each[0])
-    return _bits(limit)
-
-
 def _largest_code(steps: Sequence[float]) -> np.float32:
     return np.float32(steps[0]) * np.float32(one_of(steps[0]))
 
 
 def _bits(magnitude: np.float32) -> int:
     return int(np.float32(magnitude).view(np.int32))
-
-
-def _signed(number: int, bits: int) -> int:
-    """The signed number with the same lowest bits."""
-    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)

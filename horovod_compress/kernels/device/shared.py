@@ -2,6 +2,7 @@
 alone by the name of the CPU's kernel."""
 
 import collections
+import functools
 import inspect
 import itertools
 from typing import Any, Callable, Dict, Generic, Hashable, List, Optional, Sequence, TypeVar, Union
@@ -24,14 +25,19 @@ class Kernel(Generic[Result]):
             one may be a ValueError. It has the name of one of the reference's kernels.
         arguments: makes a call of its arguments; default: a named tuple of those of the reference's
             kernel.
+        key: key(call) is alike for calls that `together` makes at once; default: it makes all.
     """
 
     def __init__(
         self,
         together: Callable[[List[Any]], Sequence[Union[Result, ValueError]]],
         arguments: Optional[Callable[..., Any]] = None,
+        key: Optional[Callable[[Any], Hashable]] = None,
     ) -> None:
-        self.together, self.__doc__ = together, together.__doc__
+        self.together: Callable[..., Sequence[Union[Result, ValueError]]] = (
+            functools.partial(in_groups, key=key, together=together) if key else together
+        )
+        self.__doc__ = together.__doc__
         self.arguments = arguments or arguments_of(together.__name__)
 
     def __call__(self, *arrays: Any, **options: Any) -> Result:
