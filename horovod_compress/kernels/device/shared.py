@@ -64,18 +64,18 @@ def together(calls: Sequence[DeviceCall]) -> List[Any]:
         where = alike[0].where
         one, device = getattr(where.kernels, alike[0].name), where.tensor.device
         for stream in {call.stream for call in alike} - {None, stream_of(device)}:
-            torch.cuda.current_stream(device).wait_stream(_stream(stream, device))
+            # ExternalStream(0) is a new stream; 0 is the number of the default one.
+            other = (
+                torch.cuda.ExternalStream(stream, device)
+                if stream
+                else torch.cuda.default_stream(device)
+            )
+            torch.cuda.current_stream(device).wait_stream(other)
         if isinstance(one, Kernel):
             return one.together([one.arguments(*call.arrays, **call.options) for call in alike])
         return [one(*call.arrays, **call.options) for call in alike]
 
     return in_groups(calls, lambda call: (call.name, call.where.tensor.device), made)
-
-
-def _stream(number: int, device: torch.device) -> torch.cuda.Stream:
-    # ExternalStream(0) is a new stream; 0 is the number of the default one.
-    default = torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(number, device) if number else default
 
 
 def in_groups(
