@@ -1,6 +1,6 @@
 """Sparse payloads: decoded on the CPU, added on the device."""
 
-from typing import Any, List, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import numpy as np
 
@@ -15,25 +15,20 @@ from .shared import Kernel, starts_of
 def decode_add_sparse(calls: List[Any]) -> List[Union[bool, ValueError]]:
     """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing changed, for
     an invalid body. Returns whether the new elements are finite."""
-    decoded = [_entries(call) for call in calls]
-    entries = [
-        (np.empty(0, np.uint32), np.empty(0, np.float32)) if isinstance(each, ValueError) else each
-        for each in decoded
-    ]
-    device, counts = calls[0].out.tensor.device, [len(indices) for indices, _ in entries]
-    indices, values = (launches.copied(arrays, device) for arrays in zip(*entries))
+    found_indices, found_values, errors = zip(*map(_entries, calls))
+    device, counts = calls[0].out.tensor.device, list(map(len, found_indices))
+    indices, values = (launches.copied(each, device) for each in (found_indices, found_values))
     rows = [
         (count, call.out.tensor, float(call.scale), start)
         for count, call, start in zip(counts, calls, starts_of(counts))
     ]
     finite = are_finite(launches.largest(programs.add_entries, rows, indices, values))
-    return [
-        each if isinstance(each, ValueError) else result for each, result in zip(decoded, finite)
-    ]
+    return [error or result for error, result in zip(errors, finite)]
 
 
-def _entries(call: Any) -> Union[Tuple[np.ndarray, np.ndarray], ValueError]:
+def _entries(call: Any) -> Tuple[np.ndarray, np.ndarray, Optional[ValueError]]:
+    """(indices, values, None), or no entries and what is wrong with the body."""
     try:
-        return cpu.decode_sparse(call.body, numel=call.out.size)
+        return cpu.decode_sparse(call.body, numel=call.out.size) + (None,)
     except ValueError as error:
-        return error
+        return np.empty(0, np.uint32), np.empty(0, np.float32), error
