@@ -106,8 +106,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         return torch.from_numpy(indices.astype(np.int64)).to(self.tensor.device)
 
     def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
-        array = self.tensor.detach().cpu().numpy()
-        array = array.copy() if self.tensor.device.type == "cpu" else array
+        array = self.tensor.detach().to("cpu", copy=True).numpy()
         return array if dtype is None else array.astype(dtype)
 
     def __array_ufunc__(
