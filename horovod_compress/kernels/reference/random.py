@@ -33,8 +33,6 @@ def draw_coordinates(*, key: int, numel: int, first: int, count: int) -> np.ndar
     mask, shift = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
     draws = random_bits(key=key, n=8).astype(np.uint64)
     x = np.arange(first, first + count, dtype=np.uint64)
-    if bits == 0:
-        return x.astype(np.uint32)
     outside = np.ones(count, bool)
     while outside.any():
         y = x[outside]
