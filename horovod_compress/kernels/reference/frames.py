@@ -56,8 +56,9 @@ def seal_frame(
         frame = np.zeros(size, np.uint8)
         frame[:needed] = buffer[:needed]
     flags = (0 if finite else _NOT_FINITE) | (size - needed) << 1
-    its = _MAGIC, VERSION, number, 0, digest, step, needed - HEADROOM, flags
-    HEADER.pack_into(frame.data, 0, *its)
+    HEADER.pack_into(
+        frame.data, 0, _MAGIC, VERSION, number, 0, digest, step, needed - HEADROOM, flags
+    )
     struct.pack_into("<I", frame.data, 4, checksum(frame[_CHECKED:]))
     return frame
 

@@ -34,11 +34,10 @@ def encode_sparse(
     r = int(np.argmin(costs))
     high = np.zeros(int((gaps >> r).sum()) + len(gaps), bool)
     high[np.cumsum((gaps >> r) + 1) - 1] = True
-    head = _HEAD.pack(len(indices), _KINDS.index(kind), r)
     if len(scales) != _SCALES.get(kind, 0):
         raise ValueError(f"values of kind {kind} have {_SCALES.get(kind, 0)} scales")
     body = new_body(
-        head,
+        _HEAD.pack(len(indices), _KINDS.index(kind), r),
         np.array(scales, np.float32),
         store(values, kind, scales),
         _pack_bits(gaps[:, None] >> np.arange(r) & 1),
@@ -81,8 +80,7 @@ def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarr
     indices = np.cumsum(gaps + 1) - 1
     if count and indices[-1] >= numel:
         raise ValueError("index outside the tensor")
-    indices = indices.astype(np.uint32)
-    return indices, values
+    return indices.astype(np.uint32), values
 
 
 def decode_add_sparse(out: np.ndarray, body: np.ndarray, *, scale: float) -> bool:
