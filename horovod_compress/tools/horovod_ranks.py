@@ -46,7 +46,7 @@ class HorovodRanks(Ranks):
     ) -> Tuple[Callable[[], Iterable[torch.Tensor]], Any]:
         named, options = params.items(), {}
         if spec is not None:
-            compression = hvdc.Compression.from_spec(spec, optimizer, named_parameters=named)
-            options["compression"] = compression
-        reducing = hvd.DistributedOptimizer(optimizer, named_parameters=named, **options)
-        return params.values, reducing
+            options["compression"] = hvdc.Compression.from_spec(
+                spec, optimizer, named_parameters=named
+            )
+        return params.values, hvd.DistributedOptimizer(optimizer, named_parameters=named, **options)

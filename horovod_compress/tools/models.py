@@ -92,12 +92,12 @@ def vgg16() -> Shapes:
             shapes.update(_layer(f"features.{index}", width, into, 3, 3))
             into, index = width, index + 2  # a ReLU follows
         index += 1  # and a pooling
-    linear = {
+    return {
+        **shapes,
         **_layer("classifier.0", 4096, 512 * 7 * 7),
         **_layer("classifier.3", 4096, 4096),
         **_layer("classifier.6", 1000, 4096),
     }
-    return {**shapes, **linear}
 
 
 def lstm(words: int = 10000, width: int = 1500) -> Shapes:
@@ -122,14 +122,14 @@ def bert(width: int = 768, inner: int = 3072) -> Shapes:
         name = f"encoder.layer.{layer}"
         for part in ("self.query", "self.key", "self.value", "output.dense"):
             shapes.update(_layer(f"{name}.attention.{part}", width, width))
-        shapes.update(_layer(f"{name}.attention.output.LayerNorm", width))
         shapes.update(
             {
+                **_layer(f"{name}.attention.output.LayerNorm", width),
                 **_layer(f"{name}.intermediate.dense", inner, width),
                 **_layer(f"{name}.output.dense", width, inner),
+                **_layer(f"{name}.output.LayerNorm", width),
             }
         )
-        shapes.update(_layer(f"{name}.output.LayerNorm", width))
     return {**shapes, **_layer("pooler.dense", width, width)}
 
 

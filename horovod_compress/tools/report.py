@@ -56,12 +56,11 @@ def _run(options: argparse.Namespace) -> None:
     lines = by_tensor(records)
     if not write_json(lines, options.json):
         first, last = records[0], records[-1]
-        said = (
+        said = printable(
             f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps "
-            f"{first['step']} to {last['step']}, "
+            f"{first['step']} to {last['step']}, {len(records)} records"
         )
         rows = [[shown(line) for shown in _COLUMNS.values()] for line in lines]
-        said = printable(f"{said}{len(records)} records")
         console().print(said, table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), sep="\n")
     if options.plot:
         plot(records, options.plot)
