@@ -138,17 +138,15 @@ def _measured(
     # With which Horovod looks at nothing.
     plain = compressor.id == "none"
     encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
-    gathers = found["operations"].get(GATHERED, 0)
-    operations = sum(found["operations"].values())
     return Load(
-        found["exchanged"],
-        operations,
-        rounds + dense_rounds,
-        hides,
-        sizes[0] / sum(sizes),
-        encode,
-        decode,
-        gathers,
+        exchanged=found["exchanged"],
+        operations=sum(found["operations"].values()),
+        rounds=rounds + dense_rounds,
+        hides=hides,
+        last=sizes[0] / sum(sizes),
+        encode=encode,
+        decode=decode,
+        gathers=found["operations"].get(GATHERED, 0),
     ).times(model.factor, model.tensors)
 
 
@@ -160,14 +158,13 @@ def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:
     accept, payload = accepted(compressor, ranks), gathering.exchanged.get(GATHERED)
     if not payload:
         return gathering
-    exchanged = {
-        **gathering.exchanged,
-        "alltoall uint8": payload,
-        GATHERED: accept / ranks * payload,
-    }
     return dataclasses.replace(
         gathering,
-        exchanged=exchanged,
+        exchanged={
+            **gathering.exchanged,
+            "alltoall uint8": payload,
+            GATHERED: accept / ranks * payload,
+        },
         operations=gathering.operations - gathering.gathers + 2,
         rounds=gathering.rounds + 1,
         hides=False,
