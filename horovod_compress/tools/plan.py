@@ -155,19 +155,16 @@ def _run(options: argparse.Namespace) -> None:
     counts = sorted({count for count in options.ranks if isinstance(count, int)})
     if options.command == "plan":
         return _plan(options, counts)
-    counts = _up_to(counts[-1] if counts else 10_000, options.local_size)
+    # The ranks of 2, 4, 8, … hosts, and the largest number.
+    largest = counts[-1] if counts else 10_000
+    powers = range(1, (largest // options.local_size - 1).bit_length())
+    counts = [*(options.local_size * 2**power for power in powers), largest]
     _plan(options, counts)
     print(
         "hvdcompress scale is deprecated and will be removed: use hvdcompress plan, with the same "
         f"options and --ranks {' '.join(map(str, counts))}",
         file=sys.stderr,
     )
-
-
-def _up_to(largest: int, local_size: int) -> List[int]:
-    """The ranks of 2, 4, 8, … hosts, and the largest number."""
-    powers = range(1, (largest // local_size - 1).bit_length())
-    return [*(local_size * 2**power for power in powers), largest]
 
 
 def _plan(options: argparse.Namespace, counts: List[int]) -> None:

@@ -2,7 +2,7 @@
 loads."""
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Sequence
 
 from ..compressors import get_compressor
 from ..compressors.advice import ADVICE
@@ -95,22 +95,19 @@ def by_ranks(runs: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
             its = by_spec.setdefault(found["spec"], {})
             for key in found.keys() - {"spec"}:
                 its.setdefault(key, []).append(found[key])
+    dense = by_spec["none"]["step_seconds"]
     for its in by_spec.values():
-        its["dense_from"] = _dense_from(
-            its["step_seconds"], by_spec["none"]["step_seconds"], counts
+        # The most ranks with which it is faster.
+        most = max(
+            (n for n, seconds, none in zip(counts, its["step_seconds"], dense) if seconds < none),
+            default=0,
         )
+        its["dense_from"] = next((n for n in counts if n > most), None)
     return {
         **{key: runs[0][key] for key in ("model", "parameters", "backward_seconds")},
         "ranks": counts,
         "by_spec": by_spec,
     }
-
-
-def _dense_from(
-    seconds: Sequence[float], dense: Sequence[float], counts: Sequence[int]
-) -> Optional[int]:
-    faster = [count for count, its, none in zip(counts, seconds, dense) if its < none]
-    return next((count for count in counts if count > max(faster, default=0)), None)
 
 
 def plot(found: Dict[str, Any], title: str, path: str) -> None:
