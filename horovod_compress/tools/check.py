@@ -41,7 +41,15 @@ def _run(options: argparse.Namespace) -> None:
     try:
         from . import cluster
 
-        ranks: cluster.Ranks = _ranks()
+        # torchrun's, where that has started this process, else Horovod's.
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            from .distributed_ranks import DistributedRanks
+
+            ranks: cluster.Ranks = DistributedRanks()
+        else:
+            from .horovod_ranks import HorovodRanks
+
+            ranks = HorovodRanks()
     except ImportError as error:
         sys.exit(
             f"hvdcompress check needs Horovod with PyTorch: {error} (pip install "
@@ -59,14 +67,3 @@ def _run(options: argparse.Namespace) -> None:
         terminal.print(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")
     ranks.leave()
     sys.exit(not found["good"])
-
-
-def _ranks() -> Any:
-    """Those of torchrun, where that has started this process, else Horovod's."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from .distributed_ranks import DistributedRanks
-
-        return DistributedRanks()
-    from .horovod_ranks import HorovodRanks
-
-    return HorovodRanks()
