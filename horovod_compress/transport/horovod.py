@@ -1,7 +1,6 @@
 """Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses
 them with its other ones."""
 
-import contextlib
 import functools
 import threading
 import time
@@ -30,10 +29,12 @@ def sleep_until_over(handle: int) -> None:
     own wait is a loop of sched_yield(), which takes turns with all that has to run before the
     operation can end, where ranks share a core."""
     since = time.monotonic()
-    # Horovod raises it where the result has been taken before.
-    with contextlib.suppress(ValueError):
+    try:
         while not hvd.poll(handle):
             time.sleep(min(max(_SHORTEST, (time.monotonic() - since) / 16), _LONGEST))
+    except ValueError:
+        # Its result has been taken before.
+        pass
 
 
 def synchronize(handle: int) -> Any:
