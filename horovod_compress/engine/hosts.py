@@ -199,17 +199,21 @@ class HostParts(Wrapper):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (_TOGETHER, *self.inner.collectives(size))
 
+    def rows(self, local: int) -> Tuple[int, int]:
+        """The first row of a local rank's part, and that of the next."""
+        rows, size = self.shape[0], self.machine.size
+        return rows * local // size, rows * (local + 1) // size
+
     def part_of(self, local: Optional[int] = None) -> "HostPart":
         """The part of a local rank; default: that of this one, which its state is of."""
-        local = self.machine.local if local is None else local
-        rows, row, size = self.shape[0], math.prod(self.shape[1:]), self.machine.size
-        first, last = rows * local // size, rows * (local + 1) // size
-        return HostPart(first * row, last * row, rows * row, size)
+        first, last = self.rows(self.machine.local if local is None else local)
+        row = math.prod(self.shape[1:])
+        return HostPart(first * row, last * row, self.shape[0] * row, self.machine.size)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
-        first, last, *_ = self.part_of()
+        first, last = self.rows(self.machine.local)
         SharedMemory.of(self.machine).want(self.machine, name, math.prod(shape))
-        return self.inner.init(name, ((last - first) // math.prod(shape[1:]), *shape[1:]))
+        return self.inner.init(name, (last - first, *shape[1:]))
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Generator[Any, Any, Any]:
         part = yield from self._summed(grad, state, step)
