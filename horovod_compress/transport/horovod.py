@@ -29,12 +29,16 @@ def sleep_until_over(handle: int) -> None:
     own wait is a loop of sched_yield(), which takes turns with all that has to run before the
     operation can end, where ranks share a core."""
     since = time.monotonic()
+    while not _is_over(handle):
+        time.sleep(min(max(_SHORTEST, (time.monotonic() - since) / 16), _LONGEST))
+
+
+def _is_over(handle: int) -> bool:
     try:
-        while not hvd.poll(handle):
-            time.sleep(min(max(_SHORTEST, (time.monotonic() - since) / 16), _LONGEST))
+        return hvd.poll(handle)
     except ValueError:
         # Its result has been taken before.
-        pass
+        return True
 
 
 def synchronize(handle: int) -> Any:
