@@ -31,12 +31,19 @@ def subclasses_of(cls: Type[Any]) -> Iterator[Type[Any]]:
 def _reachable() -> Iterator[Any]:
     """All objects that the collector cares for and modules or functions that are running reach."""
     seen: Set[int] = set()
-    found: List[Any] = [*sys.modules.values()]
-    for frame in list(sys._current_frames().values()):
-        for each in callers(frame):
-            found += [each.f_globals, *each.f_locals.values()]
+    found = [*sys.modules.values(), *_variables()]
     while found:
-        new = {id(each): each for each in filter(gc.is_tracked, found) if id(each) not in seen}
+        new = {id(each): each for each in filter(gc.is_tracked, found)}
+        for known in new.keys() & seen:
+            del new[known]
         seen.update(new)
         yield from new.values()
         found = gc.get_referents(*new.values())
+
+
+def _variables() -> Iterator[Any]:
+    """What the functions of all threads that are running have as variables."""
+    for frame in list(sys._current_frames().values()):
+        for each in callers(frame):
+            yield each.f_globals
+            yield from list(each.f_locals.values())
