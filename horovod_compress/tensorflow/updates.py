@@ -163,10 +163,13 @@ class ShareUpdates(tf.keras.callbacks.Callback):
     variables that all ranks share. For `every` above 1; before callbacks that save, in their
     list."""
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def _share(self) -> None:
         optimizer = self.model.optimizer
         if optimizer.local_steps:  # alike on all ranks
             optimizer.take_part()
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._share()
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.on_test_begin(logs)
+        self._share()
