@@ -111,15 +111,16 @@ class UpdatingOptimizer(OptimizerAround):
             self.compression.make_alike(method, sums, values)
 
     def _exchange(self) -> None:
-        self.local_steps = 0
-        # A rank alone has its parameters already.
         if self._outer is None and not self.compression._active:
+            self.local_steps = 0
+            # A rank alone has its parameters already.
             return
         finite = False
         try:
             updates = (parameter.update(self.compression) for parameter in self._parameters)
             finite = self.compression.exchange(updates)
         finally:
+            self.local_steps = 0
             for parameter in self._parameters:
                 parameter.apply(self._outer) if finite else parameter.rollback()
             if not finite:
