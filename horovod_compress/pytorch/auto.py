@@ -2,7 +2,7 @@
 begins with a step's first one."""
 
 import time
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -10,6 +10,11 @@ from ..adapters.auto import Controller, Trying, default_candidates, refuse_elast
 from .compression import OptimizerCompression
 from .parameters import Slot
 from .sgd import can_take_over, is_plain_sgd
+
+
+def _candidates_for(optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
+    takes_over = can_take_over(optimizer) and not is_plain_sgd(optimizer)
+    return default_candidates(isinstance(optimizer, torch.optim.SGD), takes_over)
 
 
 class OnTrial(Trying, OptimizerCompression):
@@ -23,12 +28,7 @@ class OnTrial(Trying, OptimizerCompression):
 
     def __init__(self, auto: Dict[str, Any], *arguments: Any, **options: Any) -> None:
         refuse_elastic()
-        optimizer = arguments[-1]
-        takes_over = can_take_over(optimizer) and not is_plain_sgd(optimizer)
-        candidates = list(
-            auto["candidates"]
-            or default_candidates(isinstance(optimizer, torch.optim.SGD), takes_over)
-        )
+        candidates = list(auto["candidates"] or _candidates_for(arguments[-1]))
         # Steps are taken with the last candidate at first.
         super().__init__(candidates[-1], *arguments, **options)
         for spec in candidates:

@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 
@@ -447,6 +448,7 @@ def test_an_optimizer_around_horovods(kind, bound, asked):
 def hidden_from_the_collector():
     yield
     gc.unfreeze()
+    gc.enable()
 
 
 def test_objects_that_the_collector_was_told_to_leave(hidden_from_the_collector):
@@ -465,6 +467,19 @@ def test_objects_that_the_collector_was_told_to_leave(hidden_from_the_collector)
     again = [o for o in objects_of(torch.optim.SGD) if o.defaults["lr"] == 0.125]
     assert len(found) == 2 and set(map(id, again)) == {*map(id, found), id(later)}
     assert any(module is model for module in objects_of(nn.Module))
+
+
+def test_a_search_keeps_nothing_of_running_functions(hidden_from_the_collector):
+    """Where nobody collects cycles, as in training loops that do so by themselves."""
+    gc.freeze()
+    gc.disable()
+
+    def searching():
+        batch = nn.Identity()
+        objects_of(torch.optim.SGD)
+        return weakref.ref(batch)
+
+    assert searching()() is None
 
 
 def test_nothing_is_searched_where_horovod_has_made_no_optimizer(monkeypatch):
