@@ -151,7 +151,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             self._interrupted = False
         return future
 
-    def serves(self, param: torch.nn.Parameter) -> bool:
+    def serves(self, param: torch.Tensor) -> bool:
         """Whether this is the compression of a parameter, of a model that is still there."""
         return id(param) in self._by_parameter and self._model() is not None
 

@@ -84,14 +84,14 @@ def _places(ranks: DistributedTransport) -> List[Any]:
 def _group_beside(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
     """A new group of the same ranks: in the one that is there the order of collectives is the
     user's, or DDP's. What is in host memory goes by Gloo."""
-    group = dist.group.WORLD if group is None else group
-    with_nccl = "nccl" in dist.get_backend_config(group)
-    options = group._get_backend(group._device_types[0]).options
-    everybody = dist.get_world_size(group) == dist.get_world_size()
+    its: Any = dist.group.WORLD if group is None else group
+    with_nccl = "nccl" in dist.get_backend_config(its)
+    options = its._get_backend(its._device_types[0]).options
+    everybody = dist.get_world_size(its) == dist.get_world_size()
     if not everybody:
-        _check_names(group)
+        _check_names(its)
     return dist.new_group(
-        dist.get_process_group_ranks(group),
+        dist.get_process_group_ranks(its),
         # Else ranks would wait half an hour for one that has died, whatever the user has said.
         timeout=options._timeout,
         backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo",

@@ -3,7 +3,7 @@ model's backend is."""
 
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -133,7 +133,7 @@ class DistributedTransport(Transport):
     the same collectives in the same order, and send and wait at the same places.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # Messages, by what they join.
