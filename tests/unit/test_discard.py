@@ -6,6 +6,7 @@ import pytest
 from ranks import assert_same, copy_of, discardable, gradients, ranks_of, rescale
 
 from horovod_compress import available, get_compressor
+from horovod_compress.engine.checkpoint import copies
 from horovod_compress.engine.exchange import Exchange
 from horovod_compress.engine.lockstep import finish_step, run_step, start_step
 from horovod_compress.engine.snapshot import discard
@@ -193,3 +194,11 @@ def test_a_result_that_leaves_float32_by_its_loss_scale_is_not_finite():
         run_step([exchange], [{"w": np.full(1200, 2e38, np.float32)}])
         found.append(exchange.succeeded)
     assert found == [True, False]
+
+
+def test_copies_use_memory_that_fits():
+    """It does not where an array has become shorter or longer, as by a switch."""
+    memory = {"u": np.zeros(3, np.float32), "v": np.zeros((1, 3), np.float32)}
+    found = copies({"u": np.ones(3, np.float32), "v": np.ones(3, np.float32)}, memory)
+    assert found["u"] is memory["u"] and found["v"] is not memory["v"]
+    assert all(np.array_equal(array, np.ones(3)) for array in found.values())

@@ -454,6 +454,10 @@ def test_alpha_is_measured():
     run, _, _ = trained("none", "dcd", 2, 20)
     assert run.stats[0]["alpha"] == 0
     assert trained("none", "dcd", 2, 9)[0].stats[0]["alpha"] is None
+    # Once there are ten of them, of every tenth step.
+    for steps in (99, 100):
+        run, _, _ = trained("qsgd:bits=2,norm=l2,min_numel=0", "dcd", 2, steps)
+        assert run.stats[0]["alpha"] > 1 and run.gossips[0].loses_too_much == (steps == 100)
 
 
 def test_bytes_are_counted():
