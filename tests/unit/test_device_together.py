@@ -231,6 +231,8 @@ def arguments_of(name, data):
         "encode_variance": ["grad", "r", "v"],
         "encode_adacomp": ["grad", "residual"],
         "apply_momentum": ["out", "u", "new_u"],
+        "quantize": ["x"],
+        "encode_scales": ["x"],
     }
     return getattr(kernel_arguments, name)(a), arrays.get(name, ["out"])
 
@@ -246,6 +248,9 @@ def test_calls_made_together_are_those_made_alone(data):
         "decode_add_sparse",
         "decode_add_bf16",
         "apply_momentum",
+        "quantize",
+        "dequantize",
+        "encode_scales",
     ]
     made, alone = [], []
     for name in data.draw(st.lists(st.sampled_from(names), min_size=2, max_size=6)):
