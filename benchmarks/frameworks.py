@@ -2,7 +2,8 @@
 """What the exchange of a step costs in PyTorch and in TensorFlow, at the gradient shapes of a known
 network.
 
-    .venv/bin/python benchmarks/frameworks.py [--model resnet50] [--ranks 2] [SPEC ...]
+    .venv/bin/python benchmarks/frameworks.py [--model resnet50] [--ranks 2]
+        [--framework torch] [SPEC ...]
 
 The ranks are on this host; --model 1000x1024 is a thousand tensors of 1 024 elements. For each
 framework: steps that only make the gradients (the floor), and steps that make and exchange them,
@@ -204,12 +205,13 @@ def main():
         "--launcher", choices=LAUNCH, default="gloo", help="what Horovod runs on (default: gloo)"
     )
     parser.add_argument("--points", type=pathlib.Path, metavar="FILE")
-    parser.add_argument("--framework", choices=FRAMEWORKS, help=argparse.SUPPRESS)
+    parser.add_argument("--framework", choices=FRAMEWORKS, help="default: both")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    jobs = {spec: {name: [] for name in FRAMEWORKS} for spec in ["none", *options.specs]}
+    chosen = [options.framework] if options.framework else FRAMEWORKS
+    jobs = {spec: {name: [] for name in chosen} for spec in ["none", *options.specs]}
     for spec, by_framework in jobs.items():
         for _ in range(options.jobs):
             for name, results in by_framework.items():
@@ -235,10 +237,10 @@ def main():
         for name, figures in medians.items():
             parts = ("floor", "exchange", "over", "encode_seconds", "decode_seconds")
             row = [f"{1e3 * figures[part]:.1f}" if part in figures else "" for part in parts]
-            print(
-                f"| {spec} | {name} | {' | '.join(row)} | "
-                f"{figures['over'] / medians['torch']['over']:.2f} |"
-            )
+            of_torch = ""
+            if "torch" in medians:
+                of_torch = f"{figures['over'] / medians['torch']['over']:.2f}"
+            print(f"| {spec} | {name} | {' | '.join(row)} | {of_torch} |")
     if options.points:
         library = points.LIBRARIES[options.launcher]
         of_all_jobs = [

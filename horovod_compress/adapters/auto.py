@@ -26,7 +26,7 @@ _WATCHED = 50
 _CHANGED = 1.3
 
 
-def default_candidates(is_sgd: bool, takes_over: bool) -> List[str]:
+def default_candidates(*, is_sgd: bool, takes_over: bool) -> List[str]:
     """What is tried where the user names nothing: dgc, where an SGD has a momentum that it takes
     over, and topk with other SGDs. Neither with other optimizers: Adam cannot see its second moment
     through few gradients."""
@@ -283,7 +283,7 @@ def trial_arguments(
         for compressor in compressors:
             check(compressor)
     # Which says what is wrong with them.
-    Trials(candidates or default_candidates(True, True), probe_steps, margin)
+    Trials(candidates or default_candidates(is_sgd=True, takes_over=True), probe_steps, margin)
     return {
         "error": error,
         "candidates": candidates,

@@ -14,7 +14,7 @@ from .sgd import can_take_over, is_plain_sgd
 
 def _candidates_for(optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
     takes_over = can_take_over(optimizer) and not is_plain_sgd(optimizer)
-    return default_candidates(isinstance(optimizer, torch.optim.SGD), takes_over)
+    return default_candidates(is_sgd=isinstance(optimizer, torch.optim.SGD), takes_over=takes_over)
 
 
 class OnTrial(Trying, OptimizerCompression):

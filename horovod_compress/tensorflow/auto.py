@@ -61,7 +61,8 @@ class CompressionOnTrial(Trying, BoundCompression):
     def bind(self, optimizer: Any) -> None:
         is_sgd = isinstance(unwrapped(optimizer), SGD)
         candidates = list(
-            self._auto["candidates"] or default_candidates(is_sgd, can_take_over(optimizer))
+            self._auto["candidates"]
+            or default_candidates(is_sgd=is_sgd, takes_over=can_take_over(optimizer))
         )
         for spec in candidates:
             self._choose(get_compressor(spec), optimizer)

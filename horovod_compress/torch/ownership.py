@@ -23,8 +23,9 @@ _UNREDUCED = (
     "ranks' copies of them part, unless you average them yourself. Make a new "
     "hvd.DistributedOptimizer for them"
 )
-# Compressions, by whether an optimizer of Horovod's is known to have them, or is to be given them.
+# Compressions that an optimizer of Horovod's is known to have.
 _serving: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# Compressions that none has yet.
 not_used_yet: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 

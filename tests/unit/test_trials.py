@@ -172,9 +172,9 @@ def test_the_rule_is_told():
 
 
 def test_no_default_is_one_percent_of_adams_gradients():
-    assert auto.default_candidates(False, False) == ["none", "fp16"]
+    assert auto.default_candidates(is_sgd=False, takes_over=False) == ["none", "fp16"]
     sparse = ["topk:ratio=0.01", "topk:ratio=0.01,min_numel=65536"]
-    assert auto.default_candidates(True, False)[2:] == sparse
+    assert auto.default_candidates(is_sgd=True, takes_over=False)[2:] == sparse
 
 
 def test_a_single_slow_step_decides_nothing():

@@ -76,7 +76,12 @@ class _Words:
         return found
 
 
-@functools.partial(Kernel, key=lambda call: (call.width, call.size, tuple(call.steps)))
+def _packed_alike(call: Any) -> Tuple[int, int, Tuple[float, ...]]:
+    """Alike for calls that one launch can make."""
+    return call.width, call.size, tuple(call.steps)
+
+
+@functools.partial(Kernel, key=_packed_alike)
 def quantize(calls: List[Any]) -> List[np.ndarray]:
     """As `kernels.reference.quantize`; levels and words are on the CPU, these in `spare` where
     that is given and as long."""
@@ -121,7 +126,7 @@ def quantize(calls: List[Any]) -> List[np.ndarray]:
     return words.here(found, [call.spare for call in calls])
 
 
-@functools.partial(Kernel, key=lambda call: (call.width, call.size, tuple(call.steps)))
+@functools.partial(Kernel, key=_packed_alike)
 def dequantize(calls: List[Any]) -> List[None]:
     """As `kernels.reference.dequantize`; words and levels are on the CPU. ValueError for words of
     another number of elements."""

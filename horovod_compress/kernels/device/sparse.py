@@ -29,6 +29,7 @@ def decode_add_sparse(calls: List[Any]) -> List[Union[bool, ValueError]]:
 def _entries(call: Any) -> Tuple[np.ndarray, np.ndarray, Optional[ValueError]]:
     """(indices, values, None), or no entries and what is wrong with the body."""
     try:
-        return cpu.decode_sparse(call.body, numel=call.out.size) + (None,)
+        indices, values = cpu.decode_sparse(call.body, numel=call.out.size)
+        return indices, values, None
     except ValueError as error:
         return np.empty(0, np.uint32), np.empty(0, np.float32), error
