@@ -165,7 +165,7 @@ class OneOf(Kind):
 
 
 class Patterns(Kind):
-    """Names or shell-style patterns of names, joined by '+' in a spec."""
+    """Names or shell-style patterns of names, joined by '+' where they are one text."""
 
     said = "patterns of tensor names, joined by '+'"
     type_said = "Union[str, Sequence[str]]"
@@ -174,7 +174,7 @@ class Patterns(Kind):
         return tuple(part for part in text.split("+") if part)
 
     def check(self, value: Any) -> Tuple[str, ...]:
-        value = (value,) if isinstance(value, str) else value
+        value = self.parse(value) if isinstance(value, str) else value
         if not isinstance(value, (tuple, list)) or not all(isinstance(part, str) for part in value):
             raise ValueError
         return tuple(value)

@@ -115,6 +115,7 @@ def test_available_lists_options_and_papers():
         ("dgc:exclude=a*+b.c,min_numel=0", {"exclude": ("a*", "b.c"), "min_numel": 0}),
         ("dgc:schedule=0/0.25+10/0.01", {"schedule": ((0, 0.25), (10, 0.01))}),
         ("dgc:momentum=none,nesterov=none,clip_norm=none", {}),
+        ({"id": "dgc", "exclude": "a*+b.c"}, {"exclude": ("a*", "b.c")}),
         ({"id": "dgc", "ratio": 1}, {"ratio": 1.0}),
         ({"id": "dgc", "schedule": [[0, 0.5]]}, {"schedule": ((0, 0.5),)}),
     ],
