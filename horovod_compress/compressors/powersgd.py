@@ -88,7 +88,9 @@ class PowerSGD(SelectiveCompressor):
 
     def encode(self, grad: np.ndarray, state: PowerSGDState, step: Step) -> Asking[Allreduce]:
         if step.index < self.start_step:
-            return Allreduce(grad)
+            # The residual has it too, until the step has succeeded.
+            dense = yield from result_of(self.encode_dense(grad, state, step))
+            return Allreduce(dense.array)
         k = kernels.of(grad)
         rank, p, q = state.rank, state.p, state.q
         residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)

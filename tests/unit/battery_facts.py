@@ -163,7 +163,12 @@ FACTS = {
     "natural": Facts(unbiased={"": lambda g: g**2 / 8}, drawn="own"),
     "powersgd": Facts(
         variants=("min_rate=0,rank=2", "min_rate=0,rank=2,start_step=2", ""),
-        conserves=("min_rate=0,rank=2", "min_rate=0,rank=1", ""),
+        conserves=(
+            "min_rate=0,rank=2",
+            "min_rate=0,rank=1",
+            "min_rate=0,rank=2,start_step=3",
+            "",
+        ),
         dense=("min_rate=0,rank=1000",),
         drawn="shared",
     ),
