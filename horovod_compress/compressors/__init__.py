@@ -231,6 +231,19 @@ def get_compressor(spec: Spec) -> Compressor:
     return cls(**options)
 
 
+def for_gradients(spec: Spec) -> Compressor:
+    """As `get_compressor`, where gradients alone will be given. Raises ValueError also for a spec
+    that needs samples."""
+    compressor = get_compressor(spec)
+    moments = compressor.policy.moments
+    if moments != "minibatch":
+        raise ValueError(
+            f"{compressor.id}: moments={moments} needs a model's samples, and here gradients alone "
+            "are given: leave out moments, or train with it and look at stats()"
+        )
+    return compressor
+
+
 def _kind(cls: Type[Compressor], name: str) -> Kind:
     kinds = {f.name: f.metadata["kind"] for f in dataclasses.fields(cls)}
     if name not in kinds:

@@ -5,7 +5,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ..compressors import Spec, get_compressor
+from ..compressors import Spec, for_gradients
 from ..compressors.learning_rate import decide_follow_lr
 from ..transport.loopback import Loopback
 from .lockstep import Named, make_ranks, run_step
@@ -53,7 +53,7 @@ def simulate(
         A `Run`.
 
     Raises:
-        ValueError: names, shapes or numbers of steps differ, or machines would be incomplete.
+        ValueError: the spec needs samples, names, shapes or steps differ, or machines do not fit.
         AssertionError: replicas disagreed.
 
     Examples:
@@ -70,7 +70,7 @@ def simulate(
         >>> np.allclose(sent + waiting.reshape(64, 64), gradients.sum((0, 1)) / 2, atol=1e-5)
         True
     """
-    compressor = decide_follow_lr(get_compressor(spec), lr is not None, lr is not None)
+    compressor = decide_follow_lr(for_gradients(spec), lr is not None, lr is not None)
     steps = [list(ranks) for ranks in gradients]
     if not steps or not steps[0]:
         raise ValueError("gradients must hold at least one step of at least one rank")

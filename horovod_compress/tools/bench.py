@@ -10,8 +10,8 @@ from typing import Any, Callable, Counter, Dict, List, Sequence, Tuple
 
 import numpy as np
 
-from .. import available, get_compressor, kernels
-from ..compressors import collective_of
+from .. import available, kernels
+from ..compressors import collective_of, for_gradients
 from ..compressors.base import Compressor
 from ..compressors.state import zeros
 from ..engine.exchange import Exchange
@@ -109,7 +109,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> None:
     name, gradients = options.model, []
     try:
-        compressors = {spec: get_compressor(spec) for spec in options.specs or available()}
+        compressors = {spec: for_gradients(spec) for spec in options.specs or available()}
         if options.gradients:
             name, gradients = options.gradients, load_gradients(options.gradients)
         # So that errors show before the long run.

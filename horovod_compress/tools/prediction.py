@@ -4,7 +4,7 @@ loads."""
 import dataclasses
 from typing import Any, Callable, Dict, List, Sequence
 
-from ..compressors import get_compressor
+from ..compressors import for_gradients
 from ..compressors.advice import ADVICE
 from .cost import Load, Network, added_seconds, break_even
 from .loads import Model
@@ -23,9 +23,9 @@ DEFAULT = tuple(
 
 def compressors_of(specs: Sequence[str]) -> Dict[str, Any]:
     """{spec: compressor, as it is after its warm-up}, the baselines first. ValueError for a spec
-    that is none."""
+    that is none, or needs samples."""
     return {
-        spec: get_compressor(spec).after_warmup()
+        spec: for_gradients(spec).after_warmup()
         for spec in dict.fromkeys((*BASELINES, *(specs or DEFAULT)))
     }
 

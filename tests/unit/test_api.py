@@ -202,6 +202,12 @@ def test_simulate_refuses_ragged_input():
             hc.simulate("dgc", grads)
 
 
+@pytest.mark.parametrize("moments", ["per_sample", "microbatch"])
+def test_simulate_refuses_samples_that_it_does_not_have(moments):
+    with pytest.raises(ValueError, match=f"moments={moments} needs a model's samples"):
+        hc.simulate(f"variance:moments={moments}", [[{"w": np.ones((40, 40))}] * 2])
+
+
 def test_no_array_is_printed():
     run = hc.simulate("topk", [[{"w": np.zeros((40, 40))}] * 2] * 3)
     assert repr(run) == "<3 steps of 2 ranks>"

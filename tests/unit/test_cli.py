@@ -258,6 +258,8 @@ def test_files_that_are_damaged(capsys, gradients, tmp_path):
         (["bench", "none", "nope"], "unknown compressor 'nope'; there are: none, "),
         (["bench", "dgc:ratio=2"], "ratio must be a number above 0"),
         (["bench", "dgc:nope=2"], "dgc has no option 'nope'"),
+        (["bench", "variance:moments=per_sample"], "moments=per_sample needs a model's samples"),
+        (["plan", "variance:moments=microbatch"], "moments=microbatch needs a model's samples"),
         (["bench", "--model", "alexnet"], "invalid choice"),
         (["bench", "--ranks", "0"], "--ranks: must be a whole number, at least 1"),
         (["bench", "--steps", "many"], "--steps: must be a whole number, at least 1"),
