@@ -3,7 +3,7 @@ and extrapolated to many."""
 
 import dataclasses
 import math
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from ..compressors import collective_of
 from ..compressors.base import Step
@@ -72,7 +72,8 @@ def measured(
 ) -> List[Load]:
     """A compression's load in a step of the model, for each number of ranks.
 
-    Sums are measured with as many ranks as are asked for. Gathered payloads have the same length on
+    Sums are measured with as many ranks as are asked for, and so are those of small tensors, which
+    `dense=int8` makes wider where there are more ranks. Gathered payloads have the same length on
     any number of ranks; the time to decode one more is measured. A tensor whose payloads would be
     more bytes than a dense exchange goes dense.
 
@@ -108,9 +109,16 @@ def measured(
     else:
         # Some went dense.
         each = few.decode / (size * _FEW)
-    loads = []
-    for ranks in counts:
-        load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
+    loads, dense = [], _dense(alone, model, gradients, [size * _FEW, *counts])
+    for ranks, theirs in zip(counts, dense[1:]):
+        load = dataclasses.replace(
+            few,
+            exchanged={
+                kind: few.exchanged.get(kind, 0.0) - dense[0].get(kind, 0.0) + theirs.get(kind, 0.0)
+                for kind in {**few.exchanged, **theirs}
+            },
+            decode=few.decode + each * (ranks - size * _FEW),
+        )
         load = _where_dense_brings_less(compressor, alone, model, load, ranks, size)
         loads.append(_splitting(load, compressor, ranks) if splits else load)
     return loads
@@ -189,6 +197,29 @@ def _of_sums(measure: Callable[[int], Load], counts: Sequence[int]) -> List[Load
 
     fill(0, len(counts) - 1)
     return [loads[index] for index in range(len(counts))]
+
+
+def _dense(
+    compressor: Any, model: Model, gradients: Sequence[Named], counts: Sequence[int]
+) -> List[Dict[str, float]]:
+    """Bytes by collective, for each of the counts, of the tensors that a gathering compressor
+    leaves dense by name and shape; none where they do not depend on the number of ranks."""
+    shapes = {
+        name: shape
+        for name, shape in model.shapes.items()
+        if collective_of(compressor_for(compressor, name, shape)) != "allgather"
+    }
+    if len(dense_compressor(compressor.policy.dense, 0).collectives(2)) == 1 or not shapes:
+        return [{} for _ in counts]
+    part = dataclasses.replace(model, shapes=shapes)
+    theirs = [{name: named[name] for name in shapes} for named in gradients]
+
+    def measure(ranks: int) -> Load:
+        return _measured(compressor, part, theirs, ranks, lambda: None, 1)
+
+    ascending = sorted(set(counts))
+    found = dict(zip(ascending, _of_sums(measure, ascending)))
+    return [found[ranks].exchanged for ranks in counts]
 
 
 def _where_dense_brings_less(

@@ -41,6 +41,7 @@ def assert_exchanges(load, found, ranks):
     [
         "none",
         "dgc",
+        "dgc:dense=int8,exclude=a",
         "topk:ratio=0.02,min_k=1",
         "topk:k=4000,sample_ratio=1",
         "natural",
@@ -53,7 +54,7 @@ def assert_exchanges(load, found, ranks):
 )
 def test_bytes_are_those_that_a_step_of_so_many_ranks_exchanges(spec, ranks):
     """topk:ratio=0.02 goes dense on 64 ranks, and dgc only for the small tensors on 200, k=4000 for
-    them on 2; natural and bf16 from few on."""
+    them on 2; natural and bf16 from few on. Words of dense=int8 are wider on more ranks."""
     ranks = 200 if (spec, ranks) == ("dgc", 64) else ranks
     found = bench.measure(hc.get_compressor(spec), SMALL.gradients(), ranks, 2)
     for counts in ([ranks], [ranks, MANY]):
