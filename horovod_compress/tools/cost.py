@@ -137,7 +137,8 @@ class Network:
         ranks, rates = found.get("ranks"), found.get("seconds_per_byte")
         right = {
             "ranks": type(ranks) is int and 2 <= ranks <= MOST_RANKS,
-            "latency": _is_duration(found.get("latency")),
+            # Above 0, so that a step takes some time.
+            "latency": _is_duration(found.get("latency")) and found["latency"] > 0,
             "operation": _is_duration(found.get("operation")),
             "seconds_per_byte": isinstance(rates, dict)
             and set(rates) == set(COLLECTIVES)

@@ -143,6 +143,7 @@ def test_records_that_cannot_be(capsys, tmp_path, record):
         ("ranks", {**NETWORK, "ranks": 1}),
         ("ranks", {**NETWORK, "ranks": 2.5}),
         ("latency", {**NETWORK, "latency": -1.0}),
+        ("latency", {**NETWORK, "latency": 0}),
     ],
 )
 def test_networks_that_cannot_be(capsys, tmp_path, wrong, network):
