@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import io
 import sys
 from typing import NoReturn, Optional, Sequence
 
@@ -18,6 +19,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Optional[Sequence[str]] = None) -> None:
+    # Where a terminal's encoding has no ‖, a question mark is better than no results.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     options = parser().parse_args(argv)
     for module in ["rich"] + ["matplotlib"] * bool(getattr(options, "plot", None)):
         if importlib.util.find_spec(module) is None:

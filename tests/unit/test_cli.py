@@ -1,5 +1,6 @@
 """hvdcompress: what it prints, writes and refuses. No times are checked."""
 
+import io
 import json
 import math
 import runpy
@@ -76,6 +77,14 @@ def test_info_shows_every_option(capsys):
         and "Per tensor of d floats" not in text
     )
     assert "a number above 0 and at most 1" in text and "no options" in text
+
+
+def test_characters_that_a_terminal_does_not_have_end_nothing(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    main(["info", "dgc"])
+    sys.stdout.flush()
+    assert b"dgc ? allgather ? Lin et al." in written.getvalue()
 
 
 def test_info_as_json(capsys):
