@@ -237,6 +237,9 @@ class Driver(ABC):
                 )
         if dense or alone:
             step = dataclasses.replace(step, dense=True)
+        if step.dense and tensor.compressor.traits.ignores_size and not tensor.keeps_gradients:
+            # What comes are gradients, which have not lost their size.
+            step = dataclasses.replace(step, gain=1.0)
         return tensor_step(tensor, grad, step)
 
     _goes_dense = staticmethod(goes_dense)

@@ -139,6 +139,21 @@ def test_hosts_bring_once_what_an_algorithm_without_a_residual_finds(loss_scale)
     assert np.abs(missing).max() < 0.02
 
 
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
+def test_signs_bring_densely_what_comes_in_the_size_of_gradients(loss_scale):
+    rng, shapes, missing = np.random.default_rng(0), {"matrix": (40, 50)}, np.zeros(2000)
+    exchanges = ranks("topk:ratio=0.01", 2, shapes)
+    rescale(exchanges, loss_scale)
+    for spec in ("topk:ratio=0.01", "signsgd"):
+        switch(exchanges, spec, shapes=shapes)
+        grads = gradients(rng, 2, shapes)
+        missing += np.mean([named["matrix"] for named in grads], axis=0)
+        for named in grads:
+            named["matrix"] *= np.float32(loss_scale)
+        missing -= run_step(exchanges, grads)[0]["matrix"] / loss_scale
+    assert np.abs(missing).max() < 1e-5
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 def test_momentum_is_counted_once(momentum, nesterov):
