@@ -65,7 +65,9 @@ def load_gradients(path: str) -> List[Named]:
                     f"{path}: {entry}: either all entries are named step/name, or none is"
                 )
             step, name = (int(match[1]), match[2]) if match else (0, entry)
-            steps.setdefault(step, {})[name] = array
+            if name in steps.setdefault(step, {}):
+                raise ValueError(f"{path}: {entry}: step {step} has {name} twice")
+            steps[step][name] = array
     if not steps:
         raise ValueError(f"{path} holds no gradients")
     first = min(steps)

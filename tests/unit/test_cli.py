@@ -238,6 +238,7 @@ def test_gradients_are_read_by_step(gradients, tmp_path):
         ({"0/w": np.ones(3), "1/w": np.ones(4)}, "1/w: every step needs"),
         ({"0/w": np.ones(3), "1/w": np.ones(3), "1/b": np.ones(3)}, "1/b: every step needs"),
         ({"0/w": np.ones(3), "0/b": np.ones(3), "1/w": np.ones(3)}, "1/b: every step needs"),
+        ({"1/w": np.ones(3), "01/w": np.zeros(3)}, "01/w: step 1 has w twice"),
         ({}, "holds no gradients"),
     ],
 )
