@@ -20,7 +20,6 @@ from ..compressors.model import Model
 from ..compressors.state import Role
 from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
-from ..protocol.wire import FrameLength
 from . import checkpoint
 from .dense_policy import compressor_for, goes_dense
 from .extension import Begin, Extension
@@ -90,10 +89,6 @@ class Driver(ABC):
     @abstractmethod
     def open_tensors(self) -> Collection[str]:
         """Names of the tensors that are submitted and not finished."""
-
-    @abstractmethod
-    def _frame_length(self, numel: int) -> FrameLength:
-        """What a tensor's frames are padded to, for a tensor that becomes known."""
 
     @abstractmethod
     def steps_taken(self) -> Any:
@@ -187,15 +182,8 @@ class Driver(ABC):
         if type(chosen) is type(self.compressor) and chosen != dense:
             self._model.add(name, math.prod(shape))
             state.model = self._model
-        tensor = self._tensors[name] = Tensor(
-            name,
-            chosen,
-            state,
-            digest,
-            math.prod(shape),
-            declared,
-            frame_length=self._frame_length(math.prod(shape)),
-        )
+        tensor = Tensor(name, chosen, state, digest, math.prod(shape), declared)
+        self._tensors[name] = tensor
         return tensor
 
     def _known(self, name: str, grad: np.ndarray) -> Tensor:

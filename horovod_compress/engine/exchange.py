@@ -18,7 +18,6 @@ from .. import kernels
 from ..compressors.base import Compressor
 from ..compressors.wrapper import with_options
 from ..kernels import DeviceCall
-from ..protocol import wire
 from ..protocol.handshake import check_step_numbers, step_numbers
 from ..protocol.machine import Machine
 from ..protocol.requests import (
@@ -248,7 +247,7 @@ class Exchange(Driver):
 
     def _start_last(self, pending: Pending, request: Any) -> Stage:
         """Starts a last exchange, unless tensors make it together. Returns what it waits for."""
-        small = isinstance(request, Allgather) and pending.grad.size <= self.transport.joins_up_to
+        small = isinstance(request, Allgather) and pending.tensor.joins
         if small or isinstance(request, Joint):
             if not self._stages.at[SMALL]:
                 self._collectives.expect_gather()
@@ -360,9 +359,11 @@ class Exchange(Driver):
         if self._stages.brought:
             self.settle()
 
-    def _frame_length(self, numel: int) -> wire.FrameLength:
-        joined = numel <= self.transport.joins_up_to
-        return wire.exact if joined else self.transport.frame_length()
+    def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
+        tensor = super()._add(name, shape, variant)
+        tensor.frame_length = self.transport.frame_length()
+        tensor.joins_up_to = self.transport.joins_up_to
+        return tensor
 
     def open_tensors(self) -> Collection[str]:
         return self._stages.open

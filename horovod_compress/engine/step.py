@@ -210,7 +210,7 @@ def _last_request(
                 tensor.compressor.traits.number,
                 tensor.digest,
                 step.index,
-                tensor.frame_length,
+                wire.exact if tensor.joins else tensor.frame_length,
             )
         )
     else:

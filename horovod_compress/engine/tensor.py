@@ -11,6 +11,8 @@ from ..kernels import beside
 from ..protocol import wire
 from ..protocol.requests import Allgather, Collective, Exchanged, ToReducer
 
+# Taken for an element's of a payload whose size is not known beforehand.
+_UNKNOWN_BITS = 2.0
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 # What tensors share is one of theirs.
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
@@ -24,7 +26,8 @@ class Tensor:
     that a step exchanges; checked: whether the first step has kept to that, and to the rest of the
     contract; carrier: a single 1, for the reducer; dense_until: the step from which on payloads of
     measured size are gathered again; bits: what an element of the open step's payload takes, where
-    that is known beforehand; frame_length: what frames are padded to.
+    that is known beforehand; frame_length: what frames are padded to that travel alone;
+    joins_up_to: bytes of a payload up to which it travels with those of others.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Tensor:
     dense_until: int = 0
     bits: Optional[float] = None
     frame_length: wire.FrameLength = wire.exact
+    joins_up_to: int = 0
     counters: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SENT + SPENT, 0))
 
     @property
@@ -47,6 +51,12 @@ class Tensor:
         """What was not sent yet, up to date only after `apply_pending`; None where nothing is
         kept."""
         return self.compressor.residual(self.state)
+
+    @property
+    def joins(self) -> bool:
+        """Whether the open step's payload travels with those of others. Alike on all ranks."""
+        bits = _UNKNOWN_BITS if self.bits is None else self.bits
+        return self.numel * bits <= 8 * self.joins_up_to
 
     def one(self) -> ToReducer:
         """The carrier of a payload that travels beside it: what the reducer makes of a 1 is the

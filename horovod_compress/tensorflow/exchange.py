@@ -18,7 +18,7 @@ from ..engine.step import commit_or_rollback
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
 from ..protocol.requests import Allreduce, Alltoall, Collective, Final, StepNorm, TensorStep
-from ..protocol.wire import FrameLength, Steady
+from ..protocol.wire import Steady
 
 _KEPT = 100  # calls of functions
 
@@ -109,8 +109,10 @@ class GraphExchange(Driver):
         self._begun.clear()
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
-    def _frame_length(self, numel: int) -> FrameLength:
-        return Steady()
+    def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
+        tensor = super()._add(name, shape, variant)
+        tensor.frame_length = Steady()
+        return tensor
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name, which is known."""

@@ -14,12 +14,19 @@ ALL = {**SHAPES, "y": (50, 60), "a": (20, 20)}
 
 # More than lengths are watched for before they are padded.
 STEPS = 12
+# Bytes between those of y and of all others.
+BETWEEN = {
+    "topk:ratio=0.1": 1000,
+    "dgc:ratio=0.05,values=sign": 100,
+    "qsgd:min_numel=0": 2000,
+    "adacomp": 500,
+}
 
 
 class Joining(Loopback):
     """All but y travel together. Counts messages and bytes."""
 
-    joins_up_to = 2000
+    joins_up_to = BETWEEN["topk:ratio=0.1"]
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -59,10 +66,9 @@ def steps(exchanges, missing=()):
 
 
 @pytest.mark.parametrize("missing", [(), ("w", "bias"), ("w", "x", "a")])
-@pytest.mark.parametrize(
-    "spec", ["topk:ratio=0.1", "dgc:values=sign", "qsgd:min_numel=0", "adacomp"]
-)
-def test_results_and_states_are_those_of_single_messages(spec, missing):
+@pytest.mark.parametrize("spec", BETWEEN)
+def test_results_and_states_are_those_of_single_messages(spec, missing, monkeypatch):
+    monkeypatch.setattr(Joining, "joins_up_to", BETWEEN[spec])
     joined = ranks_of(spec, 3, ALL, Joining)
     found = steps(joined, missing)
     np.testing.assert_equal(found, steps(ranks_of(spec, 3, ALL), missing))
@@ -73,6 +79,16 @@ def test_results_and_states_are_those_of_single_messages(spec, missing):
         assert its["bytes_sent"] == exchange.transport.sent + carried
         others = sum(each.transport.sent for each in joined if each is not exchange)
         assert its["bytes_received"] == others + carried
+
+
+def test_payloads_join_from_the_step_on_from_which_they_are_small(monkeypatch):
+    spec = "dgc:ratio=0.001,min_k=1,warmup_steps=8"
+    monkeypatch.setattr(Joining, "joins_up_to", 600)
+    joined = ranks_of(spec, 2, ALL, Joining)
+    np.testing.assert_equal(steps(joined), steps(ranks_of(spec, 2, ALL)))
+    names = joined[0].transport.names
+    # 25 % of its elements, and of the largest 6 %, two steps each.
+    assert [names.count(f"hvdc.{name}") for name in ("w", "x", "y")] == [2, 2, 4]
 
 
 def test_the_message_is_padded_as_a_whole():
