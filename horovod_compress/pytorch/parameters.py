@@ -87,7 +87,11 @@ class Slots(List[Slot]):
     """The parameters of an optimizer, in which gradients are looked up."""
 
     def __init__(self, pairs: NamedParameters) -> None:
-        super().__init__(Slot(name, param) for name, param in pairs)
+        # A tied parameter has several names, and goes by the first.
+        slots: Dict[int, Slot] = {}
+        for name, param in pairs:
+            slots.setdefault(id(param), Slot(name, param))
+        super().__init__(slots.values())
         self._last = self[-1]
 
     def find(

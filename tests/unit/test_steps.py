@@ -388,6 +388,24 @@ def test_another_compression_has_this_parameter(spec, bound):
     optimizers[0].step()
     with pytest.raises(RuntimeError, match="another compression has this parameter"):
         optimizers[1].step()
+@pytest.mark.parametrize("spec", [DENSE, "topk:ratio=1,min_numel=0"])
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_parameter_that_has_two_names(spec, bound):
+    models = [model_of(), model_of()]
+    for model, each in zip(models, (None, spec)):
+        named = [*model.named_parameters(), *model.named_parameters("again")]
+        optimizer = sgd(model, nesterov=True, weight_decay=0.1)
+        compression = (
+            hvdc.Compression.from_spec(each, optimizer, named_parameters=named)
+            if each and bound
+            else made(each)
+        )
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=named, compression=compression
+        )
+        train(model, wrapped)
+    assert_close(*models)
+    assert len(compression.stats_by_tensor()) == 6
 
 
 def wrappers_of(optimizer):
