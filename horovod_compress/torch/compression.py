@@ -247,6 +247,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
                 )
             # Ranks have left, and those that stay are not asked to synchronize.
             self._resize()
+        self._refuse_brought()
         if self._announce is not None:
             self._announce()
         # Not where the optimizer is found: a state that is loaded then replaces what was handed
@@ -268,6 +269,10 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # Comes again before the step of the optimizer which Horovod's extends.
         if in_grad_scaler():
             self._step.expect(Event.SCALED_STEP)
+        if self._step.is_unused and horovod_internals.synchronizes_again(optimizer):
+            self._refuse_brought()
+            # The step uses what comes within it.
+            self._leave_unused()
         under_way = self._exchange_is_made and self._exchange.under_way
         first = horovod_internals.first_result(optimizer) if under_way else None
         if first is not None:
@@ -286,6 +291,19 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         optimizer.synchronize()
         # Only sparse gradients were under way, which Horovod reduces by itself.
         raise self._step.failure()
+
+    def _refuse_brought(self) -> None:
+        """RuntimeError where results would be exchanged as if they were other gradients."""
+        if (
+            self._step.is_unused
+            and self._exchange.keeps_state
+            and horovod_internals.holds_results(self._optimizer)
+        ):
+            raise RuntimeError(
+                "optimizer.synchronize() has brought these gradients, and would be called once "
+                "more, which would count them twice: call it once after backward(), and step "
+                "inside `with optimizer.skip_synchronize():`"
+            )
 
     def _fail(self, slot: Slot, grad: torch.Tensor, why: str) -> None:
         """Notes that a result cannot be used, and so the step cannot."""

@@ -87,6 +87,26 @@ def steps_unreduced(optimizer: Any, in_closure: bool) -> bool:
     return bool((in_closure or not optimizer._should_synchronize) and optimizer._handles)
 
 
+def synchronizes_again(optimizer: Any) -> bool:
+    """Whether the step of Horovod's optimizer that begins reduces gradients, though `synchronize()`
+    has done so before it."""
+    return bool(optimizer._synchronized and optimizer._should_synchronize)
+
+
+def holds_results(optimizer: Any) -> bool:
+    """Whether gradients are what `synchronize()` of Horovod's optimizer has brought: no backward
+    pass came since, and they are not zero, as those of a rank without data."""
+    return (
+        optimizer._synchronized
+        and set(optimizer._allreduce_delay.values()) == {optimizer.backward_passes_per_step}
+        and any(_is_not_zero(param.grad) for param in optimizer._requires_update)
+    )
+
+
+def _is_not_zero(grad: Optional[torch.Tensor]) -> bool:
+    return grad is not None and bool(grad._nnz() if grad.is_sparse else grad.any())
+
+
 def serve(optimizer: Any, compression: Any) -> None:
     """Horovod's optimizer hands its gradients to this compression from now on."""
     optimizer._compression = compression

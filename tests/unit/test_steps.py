@@ -262,6 +262,45 @@ def test_gradients_that_are_read_or_used_again(options):
     assert_close(*models)
 
 
+@pytest.mark.parametrize("spec", [DENSE, "topk:min_numel=0", "none"])
+@pytest.mark.parametrize("discardable", [True, False])
+def test_results_are_not_exchanged_once_more(spec, discardable):
+    models = [model_of(), model_of()]
+    for model, each in zip(models, (None, spec)):
+        wrapped = wrap(model, sgd(model, weight_decay=0.1), made(each, discardable=discardable))
+        for loss in losses(model):
+            wrapped.zero_grad()
+            loss().backward()
+            wrapped.synchronize()
+            for again in (wrapped.synchronize, wrapped.step) if each not in (None, "none") else ():
+                with pytest.raises(RuntimeError, match="synchronize.. has brought these gradients"):
+                    again()
+            with wrapped.skip_synchronize():
+                wrapped.step()
+    if spec != "topk:min_numel=0":
+        assert_close(*models)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_without_a_whole_backward_pass_uses_no_earlier_results(passes):
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, DENSE)):
+        compression = made(spec, discardable=True)
+        wrapped = wrap(model, sgd(model), compression, backward_passes_per_step=passes)
+        for loss in losses(model):
+            for used in (True, False):
+                wrapped.zero_grad()
+                for _ in range(passes):
+                    loss().backward()
+                wrapped.step() if used else wrapped.synchronize()
+            wrapped.zero_grad()
+            for _ in range(passes - 1):
+                loss().backward()
+            wrapped.step()
+    assert_close(*models)
+    assert compression.stats()["steps_undone"] == 4
+
+
 # -- layers that are frozen and thawed
 
 
