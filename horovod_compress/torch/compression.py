@@ -3,7 +3,7 @@ Horovod's optimizer around its steps."""
 
 import itertools
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -73,6 +73,8 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
         # own.
         self._results_after: Dict[int, int] = {}
+        # Names of parameters that the optimizer which it serves does not reduce.
+        self._foreign: Set[str] = set()
         # Others, of optimizers that have some of the same parameters.
         self._sharing: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
         # Inside `uneven`: tells ranks that train no more that a step begins.
@@ -114,6 +116,8 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         except BaseException:
             self._optimizer = None
             raise
+        reduced = horovod_internals.reduced_by(optimizer) or ()
+        self._foreign = {slot.name for slot in self._slots if slot.param not in reduced}
         ownership.note_serving(self)
         self._register(optimizer)
 
@@ -166,6 +170,12 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         if not self._exchange.under_way:
             self._begin_step()
         slot = self._slots.find(tensor, horovod_internals.parameter_under_way)
+        if slot.name in self._foreign:
+            raise ValueError(
+                f"{slot.name} is a parameter of another optimizer of Horovod's than the one that "
+                "this compression serves: make a compression for each, or give both the same one, "
+                "made without optimizer and parameters, of which each gets its own"
+            )
         if self._sharing and (why := ownership.why_shared(self, slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.

@@ -427,6 +427,24 @@ def test_another_compression_has_this_parameter(spec, bound):
     optimizers[0].step()
     with pytest.raises(RuntimeError, match="another compression has this parameter"):
         optimizers[1].step()
+
+
+def test_one_bound_compression_for_two_optimizers_is_refused():
+    models, optimizers = [model_of(), model_of()], []
+    named = [(f"{i}.{n}", p) for i in (0, 1) for n, p in models[i].named_parameters()]
+    compression = hvdc.Compression.topk(named_parameters=named, discardable=True)
+    for i, model in enumerate(models):
+        optimizer = sgd(model, momentum=0)
+        optimizers.append(
+            hvd.DistributedOptimizer(
+                optimizer, named_parameters=named[6 * i : 6 * i + 6], compression=compression
+            )
+        )
+    train(models[0], optimizers[0])
+    with pytest.raises(ValueError, match="parameter of another optimizer of Horovod's"):
+        train(models[1], optimizers[1])
+
+
 @pytest.mark.parametrize("spec", [DENSE, "topk:ratio=1,min_numel=0"])
 @pytest.mark.parametrize("bound", [True, False])
 def test_a_parameter_that_has_two_names(spec, bound):
