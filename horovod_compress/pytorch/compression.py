@@ -82,10 +82,16 @@ class OptimizerCompression(OptimizerSteps):
 
     # -- what is chosen
 
+    @property
+    def _stepping(self) -> Optional[torch.optim.Optimizer]:
+        """The bound optimizer, or the one around it, which has parameter groups of its own once it
+        has loaded a state. None where none was bound."""
+        return self._bound_optimizer and (self._optimizer or self._bound_optimizer)
+
     def _choose(self, spec: Any) -> Chosen:
         """What a spec comes to with the bound optimizer's momentum. ValueError for what cannot be
         served."""
-        optimizer, reduced = self._bound_optimizer, self._reduced()
+        optimizer, reduced = self._stepping, self._reduced()
         compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         names = {id(slot.param): slot.name for slot in reduced}
         takeover = SGDTakeover(optimizer if self._active else None, compressor, names)
@@ -232,7 +238,7 @@ class OptimizerCompression(OptimizerSteps):
                 "called compression.switch()",
                 "Call it on all ranks, between the same two steps, with the same spec",
             )
-        before, after = self._takeover.gains(), chosen.takeover.gains()
+        before, after = (each.gains(self._stepping) for each in (self._takeover, chosen.takeover))
         gains = {
             name: after.get(name, 1.0) / before.get(name, 1.0)
             for name in before.keys() | after.keys()

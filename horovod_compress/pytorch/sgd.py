@@ -58,7 +58,7 @@ class SGDTakeover:
         self.variants: Dict[str, Any] = {}
         # id(parameter) → name, of those whose gradients come.
         self._names = names
-        self._optimizer, self._compressor = optimizer, compressor
+        self._compressor = compressor
         # What gives groups back what the step under way has suspended; the last comes first.
         self._restoring: List[Callable[[], Any]] = []
         # Of buffers of parameters without weight decay that were found to hold something:
@@ -103,12 +103,10 @@ class SGDTakeover:
                 f"it to 0"
             )
 
-    def gains(self) -> Dict[str, float]:
-        """What SGD's own momentum makes of a result of 1 in the end, by name: 1/(1 − m), and 1
-        where the momentum is taken over."""
-        groups = (
-            self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.SGD) else ()
-        )
+    def gains(self, optimizer: Optional[torch.optim.Optimizer]) -> Dict[str, float]:
+        """What the momentum of an SGD makes of a result of 1 in the end, by name: 1/(1 − m), and 1
+        where it is taken over."""
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ()
         own = [
             (self._names[id(p)], float(group["momentum"]))
             for group in groups

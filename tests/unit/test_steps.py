@@ -602,6 +602,23 @@ def test_auto_has_the_arguments_of_any_compression(monkeypatch):
             make("auto", process_set="another").bind(wrapped)
 
 
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_switch_sees_the_momentum_that_was_loaded(bound):
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, DENSE)):
+        optimizer = sgd(model, momentum=0.5)
+        compression = made(spec, (optimizer, model) if bound and spec else None)
+        wrapped = wrap(model, optimizer, compression)
+        saved = wrapped.state_dict()
+        saved["param_groups"][0]["momentum"] = 0.9
+        wrapped.load_state_dict(saved)
+        train(model, wrapped)
+        if spec:
+            compression.switch("none")
+        train(model, wrapped, seed=1)
+    assert_close(*models)
+
+
 def test_a_compression_cannot_be_copied():
     model, other = model_of(), model_of()
     optimizer = sgd(model)
