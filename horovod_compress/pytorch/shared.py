@@ -69,11 +69,21 @@ def trained(
         for name, param in named(optimizer, named_parameters)
         if id(param) in own
     }
+    places: Dict[Any, str] = {}
     for name, param in trained.values():
         if not param.is_floating_point():
             raise ValueError(
                 f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point "
                 f"is needed"
+            )
+        if not param.numel() or not param.data_ptr():
+            continue
+        other = places.setdefault((param.device, param.data_ptr()), name)
+        if other != name:
+            raise ValueError(
+                f"{other} and {name} share memory, so that what one adds would count as the "
+                f"other's too: assign the parameter itself, not its data or a Parameter made of "
+                "it, and the two are one"
             )
     return dict(trained.values())
 

@@ -67,6 +67,17 @@ def test_updates_on_one_rank_are_the_optimizers_own():
     torch.testing.assert_close(*results, rtol=0, atol=1e-6)
 
 
+def test_updates_of_parameters_that_share_memory_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = torch.nn.Parameter(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="0.weight and 1.weight share memory"):
+        ddp.UpdateOptimizer(optimizer, named_parameters=model.named_parameters())
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp.UpdateOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_what_needs_horovod_says_so(framework):
     code = f"import sys; sys.modules['horovod'] = None; import horovod_compress.{framework}"
