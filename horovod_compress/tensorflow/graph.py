@@ -16,6 +16,7 @@ from .checks import ONE_PASS, check_elastic_scale
 from .exchange import dtypes_of
 from .horovod_internals import (
     call_before,
+    divisor_of,
     functions_under_trace,
     lasting_variable,
     local_sources,
@@ -211,8 +212,9 @@ class GraphCompression(RunningCompression):
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
         depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
         unapplied = Unapplied(sources if depends else [], self._applied)
+        factor, divisor = self._factor, divisor_of(self._served)
         begin = functools.partial(
-            self._begin, len(pairs), known, unapplied, self._traces, self._factor
+            self._begin, len(pairs), known, unapplied, self._traces, lambda: factor() / divisor
         )
         inputs = [learning_rate_of(self._served or self._optimizer)] if policy.follow_lr else []
         inputs += [grad for grad, _ in pairs] if policy.clip_norm is not None else []

@@ -100,6 +100,14 @@ def reduction_of(tensor: Any) -> Reduction:
     )
 
 
+def divisor_of(optimizer: Any) -> int:
+    """What Horovod's optimizer divides gradients by after it has reduced them, those of several
+    backward passes; 1 for others."""
+    helper = getattr(optimizer, "_agg_helper", None)
+    averages = helper is not None and helper.average_aggregated_gradients
+    return helper.backward_passes_per_step if averages else 1
+
+
 def compression_given_to(optimizer: Any) -> Any:
     """What hvd.DistributedOptimizer was given as compression, which lives in a function that it has
     made; None for optimizers that are not Horovod's."""

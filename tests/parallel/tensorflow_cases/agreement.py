@@ -102,6 +102,18 @@ def clip_norm_limits_the_update():
             )
             found = np.sqrt(sum(np.square(array.numpy()).sum() for array in result.values()))
             assert 0.9 < found < 1.1, f"{options}, in_graph={in_graph}: {found}"
+    for average in (True, False):
+        variable, sgd = tf.Variable(tf.zeros((40, 50))), keras.optimizers.SGD(1.0)
+        compression = hvdc.Compression.dgc(sgd, ratio=1, clip_norm=1)
+        options = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
+        wrapped = hvd.DistributedOptimizer(sgd, compression=compression, **options)
+        wrapped.build([variable])
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * noise["matrix"])
+            wrapped.minimize(loss, [variable], tape=tape)
+        found = np.linalg.norm(variable.numpy())
+        assert 0.9 < found < 1.1, f"{options}: {found}"
 
 
 @case(8)
