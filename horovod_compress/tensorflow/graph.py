@@ -208,7 +208,9 @@ class GraphCompression(RunningCompression):
         variable, because TensorFlow runs a trace again for others of the same shapes."""
         sources, policy = [source for _, source in pairs], self._compressor.policy
         variables = [source for source in sources if isinstance(source, tf.Variable)]
-        known = min(variables, key=lambda variable: variable.shape.num_elements(), default=None)
+        # An empty one has no values to compare.
+        filled = [variable for variable in variables if variable.shape.num_elements()]
+        known = min(filled, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
         depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
         unapplied = Unapplied(sources if depends else [], self._applied)

@@ -308,6 +308,17 @@ def other_variables_of_the_same_shapes_are_noticed():
     step(blocks[0])
     with raises(tf.errors.OpError, "make one for each model"):
         step(blocks[1])
+    compression, empty = hvdc.Compression.topk(ratio=0.01), tf.Variable(tf.zeros((0, 3)))
+
+    def step_with_an_empty_one(variable):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * told(0)["matrix"]) + tf.reduce_sum(empty)
+        tape = hvdt.DistributedGradientTape(tape, compression=compression)
+        tape.gradient(loss, [variable, empty])
+
+    step_with_an_empty_one(blocks[0])
+    with raises(tf.errors.OpError, "make one for each model"):
+        step_with_an_empty_one(blocks[1])
     sgd = SGD["new"](0.05, momentum=0.9)
     compression = hvdc.Compression.dgc(sgd)
     # Were the first one gone, TensorFlow might trace again.
