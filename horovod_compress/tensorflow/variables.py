@@ -59,7 +59,14 @@ class VariableCompression(HorovodBinding):
                 )
         if new:
             self._make_known(new)
-        return [self._variables[key] for key in keys]
+        variables = [self._variables[key] for key in keys]
+        for variable in variables:
+            if not variable.direct and variables.count(variable) > 1:
+                raise ValueError(
+                    f"{variable.name} is twice among the variables of one call, and what is kept "
+                    f"of its gradients would be used twice: give each variable once"
+                )
+        return variables
 
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
         """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was

@@ -24,6 +24,23 @@ class OwnSGD(keras.optimizers.SGD):
 
 
 @case(2)
+def a_variable_that_is_given_twice():
+    """As of lists of layers' variables that were joined, where layers share some."""
+    variable = tf.Variable(tf.ones((40, 50)), name="tied")
+
+    def gradients(spec):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+        compression = hvdc.Compression.from_spec(spec)
+        tape = hvdt.DistributedGradientTape(tape, compression=compression)
+        return tape.gradient(loss, [variable, variable])
+
+    assert all((gradient.numpy() == 1).all() for gradient in gradients("none"))
+    with raises(ValueError, "tied is twice among", "give each variable once"):
+        gradients("topk:ratio=0.1")
+
+
+@case(2)
 def mistakes_get_clear_errors():
     sgd = keras.optimizers.SGD(0.1, momentum=0.9)
     for words, make in {
