@@ -161,9 +161,17 @@ class Rounds:
                 refs = [variable.ref() for variable in new]
                 both = (self._shared, self._momenta)
                 kept = [its[ref] for its in both for ref in refs if ref in its]
-                counted = [] if self._local_steps is None else [self._local_steps]
+                # Schedules of the learning rate follow the steps.
+                counted = [unwrapped(self._optimizer).iterations]
+                counted += [] if self._local_steps is None else [self._local_steps]
                 root = (self._process_set.ranks or [0])[0]
                 hvd.broadcast_variables([*new, *kept, *counted], root, self._process_set)
+                if self.local_steps:
+                    warn_once(
+                        "training goes on in the middle of a round, from rank 0's variables: what "
+                        "other ranks' local steps had added is gone. Save where a round has ended, "
+                        "as after take_part() or hvdc.ShareUpdates()"
+                    )
         self._known.update(variable.ref() for variable in new)
         moving = {variable.ref(): variable for grad, variable in grads_and_vars if grad is not None}
         if self._every > 1 and self._moving and moving.keys() != self._moving.keys():
