@@ -104,8 +104,9 @@ def divisor_of(optimizer: Any) -> int:
     """What Horovod's optimizer divides gradients by after it has reduced them, those of several
     backward passes; 1 for others."""
     helper = getattr(optimizer, "_agg_helper", None)
-    averages = helper is not None and helper.average_aggregated_gradients
-    return helper.backward_passes_per_step if averages else 1
+    if helper is None or not helper.average_aggregated_gradients:
+        return 1
+    return helper.backward_passes_per_step
 
 
 def compression_given_to(optimizer: Any) -> Any:
