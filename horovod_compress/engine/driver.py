@@ -182,9 +182,8 @@ class Driver(ABC):
         if type(chosen) is type(self.compressor) and chosen != dense:
             self._model.add(name, math.prod(shape))
             state.model = self._model
-        tensor = Tensor(name, chosen, state, digest, math.prod(shape), declared)
-        self._tensors[name] = tensor
-        return tensor
+        self._tensors[name] = Tensor(name, chosen, state, digest, math.prod(shape), declared)
+        return self._tensors[name]
 
     def _known(self, name: str, grad: np.ndarray) -> Tensor:
         """The tensor that a gradient is of. ValueError for what cannot be one."""
@@ -225,8 +224,8 @@ class Driver(ABC):
                 )
         if dense or alone:
             step = dataclasses.replace(step, dense=True)
-        if step.dense and tensor.compressor.traits.ignores_size and not tensor.keeps_gradients:
-            # What comes are gradients, which have not lost their size.
+        if step.dense and tensor.compressor.traits.ignores_size and not tensor.compressor.roles:
+            # What comes are gradients, which have not lost their size, nor are there in true units.
             step = dataclasses.replace(step, gain=1.0)
         return tensor_step(tensor, grad, step)
 

@@ -1,5 +1,6 @@
 """What becomes known of variables when their gradients are traced, on all ranks at once."""
 
+import collections
 import itertools
 from typing import Any, Dict, Iterable, List, Set, Tuple
 
@@ -59,14 +60,13 @@ class VariableCompression(HorovodBinding):
                 )
         if new:
             self._make_known(new)
-        variables = [self._variables[key] for key in keys]
-        for variable in variables:
-            if not variable.direct and variables.count(variable) > 1:
+        for key, times in collections.Counter(keys).items():
+            if times > 1 and not self._variables[key].direct:
                 raise ValueError(
-                    f"{variable.name} is twice among the variables of one call, and what is kept "
-                    f"of its gradients would be used twice: give each variable once"
+                    f"{self._variables[key].name} is twice among the variables of one call, and "
+                    f"what is kept of its gradients would be used twice: give each variable once"
                 )
-        return variables
+        return [self._variables[key] for key in keys]
 
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
         """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
