@@ -8,7 +8,6 @@ or predivision are.
 """
 
 import dataclasses
-import functools
 import time
 from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
@@ -33,8 +32,21 @@ from ..protocol.requests import (
 from ..transport.base import Transport
 from . import checkpoint
 from .driver import Driver, Transaction
-from .joined import start_gathers, start_maxima
-from .stages import AT_WORK, CALL, DECODE, JOINT, LAST, NORM, ROUND, SMALL, Pending, Stage, Stages
+from .joined import exchange_jointly, start_gathers, start_maxima
+from .stages import (
+    AT_WORK,
+    CALL,
+    DECODE,
+    ENCODE,
+    JOINT,
+    LAST,
+    NORM,
+    ROUND,
+    SMALL,
+    Pending,
+    Stage,
+    Stages,
+)
 from .step import commit_or_rollback
 from .tensor import Tensor
 
@@ -144,6 +156,7 @@ class Exchange(Driver):
     def rounds(self, factor: float = 1.0) -> Iterator[None]:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something,
         before it waits for it."""
+        self._encode_small()
         self._call(CALL, self._advance)
         norms = self._stages.waiting(NORM)
         squared_norm = factor**2 * sum(
@@ -157,7 +170,7 @@ class Exchange(Driver):
             waiting = self._stages.waiting(ROUND)
             maxima = [each for each in waiting if each.wait is None]
             if maxima:
-                start_maxima(maxima, functools.partial(self._start, ":agree"))
+                start_maxima(maxima, self._start)
             yield
             started = time.perf_counter()
             self._stages.take(waiting)
@@ -169,7 +182,8 @@ class Exchange(Driver):
             self._call(CALL, self._advance)
         self._start_small()
         if self._stages.at[JOINT]:
-            yield from self._exchange_jointly(factor)
+            step = dataclasses.replace(self._now, gain=factor / self._now.size)
+            yield from exchange_jointly(self._stages, self._start, step, self._joint_lengths)
 
     def finish(self, name: str, reduced: np.ndarray) -> None:
         """Leaves the step's result in the memory of the gradient that was submitted; where that is
@@ -227,6 +241,10 @@ class Exchange(Driver):
         request = send(answer)
         if isinstance(request, ToReducer):
             pending.carrier = request.array
+            if request is pending.tensor.carrier and pending.tensor.waits(pending.grad):
+                self._collectives.expect_gather()
+                self._stages.move(pending, ENCODE)
+                return
             request = send(None)
         pending.request, pending.wait, stage = request, None, LAST
         if isinstance(request, Final):
@@ -249,8 +267,7 @@ class Exchange(Driver):
         """Starts a last exchange, unless tensors make it together. Returns what it waits for."""
         small = isinstance(request, Allgather) and pending.tensor.joins
         if small or isinstance(request, Joint):
-            if not self._stages.at[SMALL]:
-                self._collectives.expect_gather()
+            self._collectives.expect_gather()
             return SMALL if small else JOINT
         pending.wait = self._start(f".{pending.tensor.name}", request, pending.tensor)
         return LAST
@@ -290,42 +307,22 @@ class Exchange(Driver):
             self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
         return self._collectives.allreduce(name, request.array, request.op)
 
+    def _encode_small(self) -> None:
+        """Encodes small tensors one after the other: code and arrays stay in the caches then, and
+        do not between two of autograd's calls."""
+        for pending in self._stages.waiting(ENCODE) if self._stages.at[ENCODE] else ():
+            self._stages.move(pending, AT_WORK)
+            self._advance(pending, None)
+
     def _start_small(self) -> None:
-        start = functools.partial(self._start, ":small")
-        start_gathers(self._stages, start, self._small_length, self._now.size)
+        self._encode_small()
+        start_gathers(self._stages, self._start, self._small_length, self._now.size)
 
     def _compare_numbers(self) -> None:
         """MismatchError where ranks are at different steps. Due before a sum is used."""
         if self._numbers:
             wait, self._numbers = self._numbers, False
             check_step_numbers(wait(), self._now.index, self.transport.size, self.transport.joined)
-
-    def _exchange_jointly(self, factor: float) -> Iterator[None]:
-        """Makes the exchange of all tensors that wait for that. Yields as `rounds` does."""
-        waiting = self._stages.waiting(JOINT)
-        waiting.sort(key=lambda pending: pending.tensor.name)
-        self._stages.take(waiting)
-        counters = waiting[0].tensor.counters
-        joints = [pending.request.request for pending in waiting]
-        step = dataclasses.replace(self._now, gain=factor / self._now.size)
-        exchanging = joints[0].exchange(joints, step, self._joint_lengths)
-        answer: Any = None
-        try:
-            while True:
-                started = time.perf_counter()
-                request = exchanging.send(answer)
-                wait = self._start(f":{joints[0].label}.{request.verb}", request, waiting[0].tensor)
-                counters["encode_seconds"] += time.perf_counter() - started
-                yield
-                started = time.perf_counter()
-                answer = wait()
-                counters["exchange_seconds"] += time.perf_counter() - started
-        except StopIteration as stop:
-            for pending, arrived in zip(waiting, stop.value):
-                pending.tensor.counters["bytes_sent"] += arrived.sent
-                pending.tensor.counters["bytes_received"] += arrived.received
-                pending.wait = lambda result=arrived.result: result
-                self._stages.move(pending, LAST)
 
     def _end(self) -> None:
         """Ends the step: commits it where all that was submitted is finished, and finite, else
@@ -334,6 +331,8 @@ class Exchange(Driver):
         transaction.finite = transaction.finite and not self._stages.open
         # Their gradients are to be in the residuals, as those of other steps are that were not
         # finished.
+        for pending in self._stages.waiting(ENCODE):
+            pending.step.send(None)
         self._call(CALL, lambda pending, answer: pending.step.send(answer))
         for pending in self._stages.all.values():
             commit_or_rollback(pending.step, transaction.finite)

@@ -1,17 +1,19 @@
 """What tensors send as one message, of which each waits for its part: messages cost more than what
 is in them."""
 
-from typing import Any, Callable, List, Optional
+import time
+from typing import Any, Callable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
+from ..compressors.base import Step
 from ..protocol import wire
-from ..protocol.requests import Allgather, Allreduce, Exchanged
-from .stages import LAST, SMALL, Pending, Stages
+from ..protocol.requests import Allgather, Allreduce, Alltoall
+from .stages import JOINT, LAST, SMALL, Pending, Stages
 from .tensor import Tensor
 
-# Starts a request, which counts for a tensor.
-Start = Callable[[Exchanged, Tensor], Callable[[], Any]]
+# Starts a request, under a name that ends so, which counts for a tensor.
+Start = Callable[[str, Union[Allreduce, Allgather, Alltoall], Tensor], Callable[[], Any]]
 
 
 class _Shared:
@@ -46,7 +48,7 @@ def start_maxima(maxima: List[Pending], start: Start) -> None:
     """Starts all tensors' maxima of a round."""
     first = _sort(maxima)
     together = Allreduce(np.concatenate([each.request.array for each in maxima]), "max")
-    wait = _Shared(start(together, first))
+    wait = _Shared(start(":agree", together, first))
     end = 0
     for pending in maxima:
         begin, end = end, end + pending.request.array.size
@@ -71,8 +73,46 @@ def start_gathers(stages: Stages, start: Start, frame_length: wire.FrameLength, 
     needed, unpadded = sum(map(len, frames)), len(frames[-1])
     frames[-1] = wire.padded(frames[-1], frame_length(needed) - needed)
     small[-1].tensor.count(Allgather(frames[-1][unpadded:]))
-    wait = start(Allgather(np.concatenate(frames)), first)
+    wait = start(":small", Allgather(np.concatenate(frames)), first)
     arrived = _Shared(lambda: wire.by_tensor(wait(), ranks, len(frames)))
     for number, pending in enumerate(small):
         pending.wait = lambda number=number: arrived()[number]
         stages.move(pending, LAST)
+
+
+def exchange_jointly(
+    stages: Stages, start: Start, step: Step, lengths: Tuple[wire.FrameLength, wire.FrameLength]
+) -> Iterator[None]:
+    """Makes the last exchange of all tensors that have one together.
+
+    Args:
+        stages: of the step's tensors.
+        start: starts what that exchange consists of.
+        step: with the gain of its results.
+        lengths: what its messages of all steps are padded to.
+
+    Yields:
+        When it has started something, before it waits for it.
+    """
+    waiting = stages.waiting(JOINT)
+    stages.take(waiting)
+    first = _sort(waiting)
+    joints = [pending.request.request for pending in waiting]
+    exchanging = joints[0].exchange(joints, step, lengths)
+    answer: Any = None
+    try:
+        while True:
+            started = time.perf_counter()
+            request = exchanging.send(answer)
+            wait = start(f":{joints[0].label}.{request.verb}", request, first)
+            first.counters["encode_seconds"] += time.perf_counter() - started
+            yield
+            started = time.perf_counter()
+            answer = wait()
+            first.counters["exchange_seconds"] += time.perf_counter() - started
+    except StopIteration as stop:
+        for pending, arrived in zip(waiting, stop.value):
+            pending.tensor.counters["bytes_sent"] += arrived.sent
+            pending.tensor.counters["bytes_received"] += arrived.received
+            pending.wait = lambda result=arrived.result: result
+            stages.move(pending, LAST)

@@ -11,28 +11,30 @@ from .tensor import Tensor
 class Stage(enum.IntEnum):
     """A tensor's place in its step: what it waits for."""
 
+    # Other small tensors, with which it is encoded.
+    ENCODE = 0
     # A kernel's call before the last exchange, made together with other tensors'.
-    CALL = 0
+    CALL = 1
     # The norm of the whole step.
-    NORM = 1
+    NORM = 2
     # An exchange that is not the last.
-    ROUND = 2
+    ROUND = 3
     # The gather of all small tensors' payloads.
-    SMALL = 3
+    SMALL = 4
     # The exchange of all tensors together.
-    JOINT = 4
+    JOINT = 5
     # The last exchange, and the reducer.
-    LAST = 5
+    LAST = 6
     # A kernel's call after that.
-    DECODE = 6
+    DECODE = 7
     # Nothing: it is at work, or has failed at that.
-    AT_WORK = 7
+    AT_WORK = 8
     # The end of the step.
-    DONE = 8
+    DONE = 9
 
 
 # Members of an enum are slow to look up in Python 3.11.
-CALL, NORM, ROUND, SMALL, JOINT, LAST, DECODE, AT_WORK, DONE = Stage
+ENCODE, CALL, NORM, ROUND, SMALL, JOINT, LAST, DECODE, AT_WORK, DONE = Stage
 
 
 @dataclasses.dataclass

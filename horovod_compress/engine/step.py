@@ -63,6 +63,10 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
             squared_norm, handed_over = yield StepNorm(grad, one)
             step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
             carrier = one if handed_over else None
+        elif not step.dense and tensor.waits(grad):
+            # The reducer does not.
+            carrier = tensor.one()
+            yield carrier
         encode = compressor.encode_dense if step.dense else compressor.encode
         encoded = encode(grad, state, step)
         if carrier is None:

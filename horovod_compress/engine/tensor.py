@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 
 import numpy as np
 
-from ..compressors.base import Compressor
+from ..compressors.base import GATHER, Compressor
 from ..compressors.state import LOCAL, State
 from ..kernels import beside
 from ..protocol import wire
@@ -13,6 +13,7 @@ from ..protocol.requests import Allgather, Collective, Exchanged, ToReducer
 
 # Taken for an element's of a payload whose size is not known beforehand.
 _UNKNOWN_BITS = 2.0
+_GATHERED = (GATHER,)
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
 # What tensors share is one of theirs.
 SPENT = ("bytes_received", "encode_seconds", "exchange_seconds", "decode_seconds")
@@ -57,6 +58,11 @@ class Tensor:
         """Whether the open step's payload travels with those of others. Alike on all ranks."""
         bits = _UNKNOWN_BITS if self.bits is None else self.bits
         return self.numel * bits <= 8 * self.joins_up_to
+
+    def waits(self, grad: np.ndarray) -> bool:
+        """Whether the open step, unless it is dense, encodes when all small tensors are there. On a
+        device kernels are called together in any case."""
+        return self.declared == _GATHERED and self.joins and isinstance(grad, np.ndarray)
 
     def one(self) -> ToReducer:
         """The carrier of a payload that travels beside it: what the reducer makes of a 1 is the

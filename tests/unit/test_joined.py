@@ -99,12 +99,27 @@ def test_the_message_is_padded_as_a_whole():
     assert len(set(lengths[:7])) > 1 and len(set(lengths[8:])) == 1
 
 
-def test_they_leave_with_the_last_tensor_of_all():
-    (exchange,) = ranks_of("topk:ratio=0.1", 1, ALL, Joining)
-    for name, grad in gradients(0, 1, ALL)[0].items():
+def test_they_are_encoded_and_leave_with_the_last_tensor_of_all():
+    (exchange,) = ranks_of("topk:ratio=0.1,min_numel=0", 1, ALL, Joining)
+    grads = gradients(0, 1, ALL)[0]
+    for name, grad in grads.items():
         assert exchange.transport.names in ([], ["hvdc.y"])
+        assert all(other.any() for key, other in grads.items() if key != "y")
         exchange.submit(name, grad)
     assert exchange.transport.names == ["hvdc.y", "hvdc:small"]
+    assert not any(grad.any() for grad in grads.values())
+
+
+def test_gradients_of_a_step_that_is_given_up_stay():
+    kept = []
+    for transport in Joining, Loopback:
+        (exchange,) = ranks_of("topk:ratio=0.1", 1, ALL, transport)
+        for step in range(2):
+            exchange.submit("w", gradients(step, 1, ALL)[0]["w"])
+        exchange.rollback()
+        kept.append(copy_of(exchange))
+    np.testing.assert_equal(*kept)
+    assert kept[0]["w"]["residual"].any()
 
 
 def test_they_leave_where_a_result_was_interrupted():
