@@ -87,6 +87,15 @@ class HorovodBinding(Binding):
         )
         self._label += f".{next(_numbers[ranks])}"
 
+    def check_process_set(self, reducing: Any) -> None:
+        """ValueError where Horovod reduces gradients over another process set than this
+        compression's. reducing: None where that is not known."""
+        if reducing is not None and reducing.process_set_id != self._process_set.process_set_id:
+            raise ValueError(
+                f"this compression is for the process set {self._process_set}, and Horovod reduces "
+                f"these gradients over {reducing}: give both the same process_set"
+            )
+
     def _rank_and_size(self) -> Tuple[int, int]:
         """This rank and the number of ranks in the process set; a rank that compresses nothing
         counts as the only one."""

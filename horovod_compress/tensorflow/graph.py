@@ -126,7 +126,8 @@ class GraphCompression(RunningCompression):
     def _new_call(self, tensor: Any) -> Tuple[Any, List[Tuple[Any, Variable, Any]]]:
         """The next call of the function that is being traced, for all gradients that Horovod
         compresses with this one, as `_call` has it."""
-        grads, sources, factor, _, optimizer = reduction_of(tensor)
+        grads, sources, factor, process_set, optimizer = reduction_of(tensor)
+        self.check_process_set(process_set)
         self._factor = factor
         self._exchange.handover.check_host(factor())
         self._check_serves(optimizer)

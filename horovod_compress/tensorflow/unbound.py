@@ -118,16 +118,7 @@ class UnboundCompression(Unbound):
                     "this optimizer of Horovod's was given another compression than this one"
                 )
             bound = self._bound.get(_EARLY) or self._unserved(process_set)
-            if (
-                process_set is not None
-                and process_set.process_set_id != bound._process_set.process_set_id
-            ):
-                raise ValueError(
-                    f"this compression is for the process set {bound._process_set}, and Horovod "
-                    f"reduces these gradients over {process_set}: leave "
-                    "process_set out, or where the compression is asked for something before the "
-                    "first gradient say it"
-                )
+            bound.check_process_set(process_set)
             bound.bind(optimizer)
             self._bound.pop(_EARLY, None)
             self._bound[optimizer] = bound

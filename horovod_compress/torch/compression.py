@@ -105,9 +105,12 @@ class BoundCompression(OptimizerCompression, TorchBinding):
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to serve Horovod's optimizer, which was given this compression, where that has not
-        happened yet. ValueError where a parameter was thawed since this compression was made, whose
-        layer it would have had to see."""
-        if self._optimizer is not None or not self._active:
+        happened yet. ValueError where that reduces over another process set, and where a parameter
+        was thawed since this compression was made, whose layer it would have had to see."""
+        if self._optimizer is not None:
+            return
+        self.check_process_set(horovod_internals.process_set_of(optimizer))
+        if not self._active:
             return
         self._optimizer = optimizer
         try:

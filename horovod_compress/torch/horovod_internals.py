@@ -112,9 +112,14 @@ def serve(optimizer: Any, compression: Any) -> None:
     optimizer._compression = compression
 
 
-def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], Any]:
-    """(named parameters in the optimizer's order, or None where it was given none; process set) of
-    Horovod's optimizer. ValueError where that does not know a parameter."""
+def process_set_of(optimizer: Any) -> Any:
+    """That of Horovod's optimizer; None for one for Adasum, which is refused."""
+    return getattr(optimizer, "process_set", None)
+
+
+def named_of(optimizer: Any) -> Optional[List[Tuple[str, torch.Tensor]]]:
+    """Named parameters of Horovod's optimizer, in its order; None where it was given none.
+    ValueError where it does not know one."""
     names = optimizer._parameter_names
     if any(param not in names for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
@@ -123,7 +128,7 @@ def bound_to(optimizer: Any) -> Tuple[Optional[List[Tuple[str, torch.Tensor]]], 
         )
     named = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
     unnamed = all(name.startswith("allreduce.noname.") for name, _ in named)
-    return None if unnamed else named, getattr(optimizer, "process_set", None)
+    return None if unnamed else named
 
 
 def factor_of(optimizer: Any) -> float:

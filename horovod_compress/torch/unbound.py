@@ -75,16 +75,10 @@ class UnboundCompression(Unbound):
 
     def bind(self, optimizer: torch.optim.Optimizer) -> BoundCompression:
         """The compression that serves this optimizer of Horovod's from now on."""
-        named_parameters, process_set = horovod_internals.bound_to(optimizer)
-        wanted = self._options["process_set"]
-        if wanted is not None and wanted is not process_set:
-            raise ValueError(
-                f"this compression is for the process set {wanted}, hvd.DistributedOptimizer has "
-                f"{process_set}: leave process_set out"
-            )
-        bound = self.made_for(optimizer, named_parameters, process_set)
-        horovod_internals.serve(optimizer, bound)
+        process_set = self._options["process_set"] or horovod_internals.process_set_of(optimizer)
+        bound = self.made_for(optimizer, horovod_internals.named_of(optimizer), process_set)
         bound.serve(optimizer)
+        horovod_internals.serve(optimizer, bound)
         self._bound.add(bound)
         self._last = bound
         return bound

@@ -598,7 +598,7 @@ def test_auto_has_the_arguments_of_any_compression(monkeypatch):
         hvdc.Compression.from_spec,
         lambda *_, **options: hvdc.Compression.auto(**options),
     ):
-        with pytest.raises(ValueError, match="is for the process set"):
+        with pytest.raises(TypeError, match="process_set must be one of Horovod's"):
             make("auto", process_set="another").bind(wrapped)
 
 

@@ -204,6 +204,17 @@ def process_set():
         assert compression.stats()["steps"] == 10
     else:
         assert compression.stats()["steps"] == 0
+    for its, reducing in ((hvd.global_process_set, pair), (pair, hvd.global_process_set)):
+        model = model_of()
+        compression = hvdc.Compression.topk(
+            sgd(model), named_parameters=model.named_parameters(), process_set=its
+        )
+        wrapped = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), compression, process_set=reducing
+        )
+        if reducing.included():
+            with raises(ValueError, "is for the process set", "give both the same process_set"):
+                train(model, wrapped, batches(1))
     hvd.remove_process_set(pair)
 
 

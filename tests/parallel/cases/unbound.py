@@ -284,7 +284,7 @@ def what_an_unbound_compression_refuses():
     wrapped = hvd.DistributedOptimizer(
         sgd(mine), mine.named_parameters(), compression, process_set=alone[hvd.rank()]
     )
-    with raises(ValueError, "is for the process set", "leave process_set out"):
+    with raises(ValueError, "is for the process set", "give both the same process_set"):
         hvdc.UnboundCompression("topk", process_set=alone[1 - hvd.rank()]).bind(wrapped)
     for process_set in alone:
         hvd.remove_process_set(process_set)

@@ -8,7 +8,7 @@ import horovod.tensorflow as hvdt
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
-from checks import registry
+from checks import raises, registry
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
@@ -168,6 +168,9 @@ def process_set():
     with tempfile.TemporaryDirectory() as folder:
         hvdc.StateCheckpoint(compression, os.path.join(folder, "state")).on_epoch_end(0)
         assert os.listdir(folder) == [f"state.rank{hvd.rank()}.npz"]
+    by_hand = hvdc.Compression.topk(keras.optimizers.SGD())
+    with raises(ValueError, "is for the process set", "give both the same process_set"):
+        exchanged(by_hand, names, tape_options={"process_set": members})(told(0, names))
     hvd.remove_process_set(members)
 
 

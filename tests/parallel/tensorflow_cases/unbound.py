@@ -300,7 +300,7 @@ def what_an_unbound_compression_cannot_find_is_named():
             with_two(hvdc.Compression.onebit(follow_lr=True), namespace)
     gradient(hvdc.Compression.dgc(momentum=0.9))
     compression = hvdc.Compression.topk(process_set=hvd.add_process_set([0]))
-    with raises(ValueError, "leave process_set out"):
+    with raises(ValueError, "is for the process set", "give both the same process_set"):
         gradient(compression)
     with raises(ValueError, "here comes a tensor"):
         hvdt.allreduce(tf.ones(3), compression=hvdc.Compression.topk())
