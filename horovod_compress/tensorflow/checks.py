@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..adapters.binding import warn_once
 from ..compressors.base import Compressor
 from ..compressors.dense import dense_compressor
 
@@ -30,6 +31,16 @@ def check_elastic(compressor: Compressor, optimizer: Any) -> None:
                 f"operations of a traced function keep theirs: in "
                 f"elastic jobs with TensorFlow {instead}"
             )
+
+
+def tell_of_missing_gradients() -> None:
+    """Warns once that a tape has come to a compression's results."""
+    warn_once(
+        "a tape records what is made of a compression's results, which have no gradients. Where it "
+        "is asked for gradients through them, that part is missing: take second derivatives of the "
+        "gradients of a tape of TensorFlow's own, and have only the last ones reduced. Where it is "
+        "not, nothing is missing; gradient() called outside of the tape's block avoids this warning"
+    )
 
 
 def check_elastic_scale(scaler: Any) -> None:

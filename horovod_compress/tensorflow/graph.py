@@ -12,7 +12,7 @@ from tensorflow.python.ops import control_flow_util
 from ..protocol.handshake import agree
 from ..protocol.requests import Collective
 from .applied import Unapplied, may_see_gradients
-from .checks import ONE_PASS, check_elastic_scale
+from .checks import ONE_PASS, check_elastic_scale, tell_of_missing_gradients
 from .exchange import dtypes_of
 from .horovod_internals import (
     call_before,
@@ -22,6 +22,7 @@ from .horovod_internals import (
     local_sources,
     loss_scaler,
     reduction_of,
+    when_differentiated,
 )
 from .operations import (
     Variable,
@@ -117,6 +118,7 @@ class GraphCompression(RunningCompression):
             inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
             finish = functools.partial(self._finish, half=dtype == tf.float16)
             (result,) = python_operation(finish, variable, inputs, [variable.result])
+            when_differentiated(result, tell_of_missing_gradients)
             with tf.control_dependencies([result]):
                 # TensorFlow drops what is read and not used.
                 tf.identity(self._turn.read_value())

@@ -218,6 +218,17 @@ def lasting_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
         return ResourceVariable(tf.zeros(shape, dtype), trainable=False)
 
 
+def when_differentiated(result: Any, hook: Callable[[], None]) -> None:
+    """Has hook() called where TensorFlow traces the gradient of an operation that has none: where a
+    function takes it, and in eager code where a tape records, for which it is made ahead."""
+
+    def no_gradient(operation: Any, *_: Any) -> List[None]:
+        hook()
+        return [None] * len(operation.inputs)
+
+    result.op._gradient_function = no_gradient
+
+
 def trace_under_way() -> Tuple[Any, Any]:
     """(the tf.function that is being traced, or None; the graph that its trace makes)."""
     graph = tf.compat.v1.get_default_graph()

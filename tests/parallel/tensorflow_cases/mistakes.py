@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 
 import horovod.tensorflow as hvdt
 import horovod.tensorflow.keras as hvd
@@ -12,6 +13,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError, kernels
+from horovod_compress.adapters import binding
 
 from .training import LOSS, data, exchanged, model_of, told
 
@@ -38,6 +40,27 @@ def a_variable_that_is_given_twice():
     assert all((gradient.numpy() == 1).all() for gradient in gradients("none"))
     with raises(ValueError, "tied is twice among", "give each variable once"):
         gradients("topk:ratio=0.1")
+
+
+@case(2)
+def gradients_of_results_are_missing_and_warned_of():
+    for traced in (False, True):
+        variable, compression = tf.Variable(tf.ones((40, 50))), hvdc.Compression.topk(ratio=0.1)
+
+        def penalty(variable=variable, compression=compression):
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variable**2)
+                tape = hvdt.DistributedGradientTape(tape, compression=compression)
+                (gradient,) = tape.gradient(loss, [variable])
+                norm = tf.reduce_sum(gradient**2) + tf.reduce_sum(variable)
+            return outer.gradient(norm, variable)
+
+        binding._warned.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            (tf.function(penalty) if traced else penalty)()
+        assert sum("gradients through them" in str(each.message) for each in said) == 1, traced
 
 
 @case(2)
