@@ -27,6 +27,7 @@ from .horovod_internals import (
 from .operations import (
     Variable,
     copied,
+    failed_with,
     first_values,
     python_operation,
     read_and_clear,
@@ -48,8 +49,8 @@ class GraphCompression(RunningCompression):
         # What Horovod makes of a 1 on each rank, once that is known.
         self._factor: Callable[[], Any] = lambda: None
         # Of the function that is being traced: the number of its call, a tensor, and (gradient,
-        # Variable, the shape [-1]) of what was not compressed yet.
-        self._call: Tuple[Any, List[Tuple[Any, Variable, Any]]] = None, []
+        # what goes for it, Variable, the shape [-1]) of what was not compressed yet.
+        self._call: Tuple[Any, List[Tuple[Any, Any, Variable, Any]]] = None, []
         # Functions with operations of this compression.
         self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()
         # Each call writes it when it begins, and reads it for each variable that it has finished.
@@ -85,7 +86,7 @@ class GraphCompression(RunningCompression):
         number, waiting = self._call
         # Variables that have the same one are served in order.
         here = next(i for i, (grad, *_) in enumerate(waiting) if grad is tensor)
-        _, variable, flat = waiting.pop(here)
+        _, tensor, variable, flat = waiting.pop(here)
         if variable.direct:
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay
             # outside of the branch that reduces.
@@ -125,7 +126,7 @@ class GraphCompression(RunningCompression):
         result.set_shape(variable.shape)
         return tf.cast(result, dtype)
 
-    def _new_call(self, tensor: Any) -> Tuple[Any, List[Tuple[Any, Variable, Any]]]:
+    def _new_call(self, tensor: Any) -> Tuple[Any, List[Tuple[Any, Any, Variable, Any]]]:
         """The next call of the function that is being traced, for all gradients that Horovod
         compresses with this one, as `_call` has it."""
         grads, sources, factor, process_set, optimizer = reduction_of(tensor)
@@ -162,6 +163,10 @@ class GraphCompression(RunningCompression):
                 "gradients are compressed in graphs, which Horovod makes also of eager code: not "
                 "with run_functions_eagerly(True)"
             )
+        dense = [grad for grad, _ in pairs]
+        with around.as_default():
+            sparse = [grad for grad in grads if isinstance(grad, tf.IndexedSlices)]
+            sent = failed_with(sparse, dense, variables)
         with around.as_default(), tf.device("/cpu:0"):
             number, flat = self._begin_operation(pairs, scaler)
             if any(
@@ -170,7 +175,7 @@ class GraphCompression(RunningCompression):
                 for collective in variable.moved
             ):
                 number = self._counted(number, variables[0])
-        return number, list(zip([grad for grad, _ in pairs], variables, flat))
+        return number, list(zip(dense, sent, variables, flat))
 
     def _check_serves(self, optimizer: Any) -> None:
         """Raises ValueError where the compression is bound to another optimizer."""

@@ -3,6 +3,7 @@ they are for."""
 
 import dataclasses
 import functools
+import math
 from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
 import numpy as np
@@ -46,6 +47,20 @@ def copied(grad: Any, variable: Variable, flat: Any) -> Any:
     must run, and differs from those of other gradients to it. float64 stays what it is."""
     grad = grad if variable.is_float64 else tf.cast(grad, tf.float32)
     return tf.raw_ops.Snapshot(input=tf.reshape(grad, flat))
+
+
+def failed_with(sparse: List[Any], grads: List[Any], variables: List[Variable]) -> List[Any]:
+    """The gradients of variables, the smallest of them nan where a sparse one has elements that are
+    not finite. Horovod gathers those by itself, and nobody will apply the step: a nan is how all
+    ranks learn that it is to be undone."""
+    values = [each.values for each in sparse if each.values.dtype.is_floating]
+    sizes = {i: size for i, v in enumerate(variables) if (size := math.prod(v.shape))}
+    if not values or not sizes:
+        return grads
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in values])
+    smallest, sent = min(sizes, key=lambda i: sizes[i]), list(grads)
+    sent[smallest] = tf.where(finite, grads[smallest], tf.constant(np.nan, grads[smallest].dtype))
+    return sent
 
 
 def identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:

@@ -54,6 +54,33 @@ def not_finite_gradients_lose_nothing():
 
 
 @case(2)
+def sparse_gradients_that_are_not_finite_undo_the_step():
+    """Those that Horovod gathers by itself, which a LossScaleOptimizer finds on all ranks."""
+    names, shapes = ("table", "matrix", "empty"), ((9, 4), (40, 50), (0, 3))
+    variables = [tf.Variable(tf.ones(shape), name=n) for n, shape in zip(names, shapes)]
+    compression = hvdc.Compression.topk(ratio=0.01, min_numel=0)
+    wrapped = hvd.DistributedOptimizer(SGD["new"](0.1), compression=compression)
+    scaled = keras.mixed_precision.LossScaleOptimizer(wrapped, initial_scale=4.0)
+
+    @tf.function
+    def step(factor, gradient):
+        table, matrix, empty = variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [1, 2])) * factor + tf.reduce_sum(empty)
+            loss += tf.reduce_sum(matrix * gradient)
+        scaled.minimize(loss, variables, tape=tape)
+
+    for i, factor in enumerate((1.0, np.inf if hvd.rank() else 1.0, 1.0)):
+        before = [variable.numpy() for variable in variables]
+        step(tf.constant(factor), told(i)["matrix"])
+        kept = all((a == b.numpy()).all() for a, b in zip(before, variables))
+        assert kept == (i == 1), i
+        assert compression.stats()["steps_undone"] == (i > 0), i
+    assert float(scaled.loss_scale) == 2.0
+    assert all(np.isfinite(variable.numpy()).all() for variable in variables)
+
+
+@case(2)
 def mixed_precision_skips_steps_and_goes_on():
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
