@@ -3,7 +3,7 @@ replicas would part, or one optimizer's momentum would be given to another's var
 
 import threading
 import weakref
-from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Set, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -136,6 +136,36 @@ class Unapplied:
                     "tape of its own, as in hvd.DistributedGradientTape(tape, "
                     "compression=hvdc.Compression.dgc(optimizer)), around one "
                     "tf.GradientTape(persistent=True); or make the compression with momentum=0"
+                )
+
+
+class Repetitions:
+    """Warns once where a variable's gradients come again before the optimizer has applied those
+    that came last, which have a momentum that is taken over."""
+
+    def __init__(self) -> None:
+        # By name: the call of a variable's last gradients, and the optimizer's steps at that time.
+        self._last: Dict[str, Tuple[int, int]] = {}
+        # Whether the optimizer was ever seen to take one: it may be another that applies.
+        self._takes_steps = False
+
+    def check(
+        self, names: Iterable[str], call: int, steps: int, counts: Callable[[str, int], bool]
+    ) -> None:
+        """A call begins with gradients of these, after so many steps of the optimizer. counts: says
+        of a variable whether what an earlier call brought was to be applied."""
+        for name in names:
+            before, then = self._last.get(name, (call, steps))
+            self._last[name] = call, steps
+            self._takes_steps = self._takes_steps or then != steps
+            if before != call and then == steps and self._takes_steps and counts(name, before):
+                warn_once(
+                    f"gradients of {name} came twice while the optimizer has taken no step. Both "
+                    "times they got the momentum that was taken over from it, which counts twice "
+                    "where they are added up: call gradient() once, for the sum of the losses, let "
+                    "hvd.DistributedOptimizer(backward_passes_per_step=…) add them up, or make the "
+                    "compression with momentum=0. Where results are not applied, make it with "
+                    "discardable=True, and say discard()"
                 )
 
 

@@ -234,6 +234,12 @@ class GraphExchange(Driver):
         back."""
         self._pending[name].transaction.finite = False
 
+    def counts(self, name: str, call: int) -> bool:
+        """Whether a tensor's last step was this call's, and its result is to be applied. Once it is
+        ended nobody knows."""
+        pending = self._pending.get(name)
+        return pending is not None and pending.call == call and pending.transaction.finite
+
     def _arrive(self, name: str, call: int, brought: Message) -> _Pending:
         pending = self._pending.get(name)
         if pending is None or pending.call != call or pending.finished:

@@ -33,7 +33,7 @@ from .operations import (
     read_and_clear,
     with_denormals,
 )
-from .optimizer import learning_rate_of
+from .optimizer import learning_rate_of, steps_of
 from .running import RunningCompression
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
@@ -168,7 +168,7 @@ class GraphCompression(RunningCompression):
             sparse = [grad for grad in grads if isinstance(grad, tf.IndexedSlices)]
             sent = failed_with(sparse, dense, variables)
         with around.as_default(), tf.device("/cpu:0"):
-            number, flat = self._begin_operation(pairs, scaler)
+            number, flat = self._begin_operation(pairs, scaler, [v.name for v in variables])
             if any(
                 collective.verb in ("allgather", "alltoall")
                 for variable in variables
@@ -209,7 +209,9 @@ class GraphCompression(RunningCompression):
             )
         return scaler
 
-    def _begin_operation(self, pairs: List[Tuple[Any, Any]], scaler: Any) -> Tuple[Any, List[Any]]:
+    def _begin_operation(
+        self, pairs: List[Tuple[Any, Any]], scaler: Any, names: List[str]
+    ) -> Tuple[Any, List[Any]]:
         """The operation that begins a call of (gradient, source) pairs: its number, and for each
         gradient the shape [-1]. It is stateful, so that every call of the function has its own, and
         what depends on it is not folded or shared between calls. It brings values of the smallest
@@ -223,10 +225,12 @@ class GraphCompression(RunningCompression):
         depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
         unapplied = Unapplied(sources if depends else [], self._applied)
         factor, divisor = self._factor, divisor_of(self._served)
+        optimizer = self._served or self._optimizer
         begin = functools.partial(
-            self._begin, len(pairs), known, unapplied, self._traces, lambda: factor() / divisor
+            self._begin, names, known, unapplied, self._traces, lambda: factor() / divisor
         )
-        inputs = [learning_rate_of(self._served or self._optimizer)] if policy.follow_lr else []
+        inputs = [learning_rate_of(optimizer)] if policy.follow_lr else []
+        inputs += [steps_of(optimizer)] if self._takes_over else []
         inputs += [grad for grad, _ in pairs] if policy.clip_norm is not None else []
         with tf.control_dependencies([self._turn.assign_add(1)]):
             values = [] if known is None else [first_values(known)]

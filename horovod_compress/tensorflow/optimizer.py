@@ -75,6 +75,14 @@ def learning_rate_of(optimizer: Any) -> Any:
     return tf.cast(rate(optimizer.iterations) if callable(rate) else rate.read_value(), tf.float32)
 
 
+def steps_of(optimizer: Any) -> Any:
+    """How many steps an optimizer has taken, a tensor."""
+    # The legacy one makes its variable when it is asked for the first time.
+    with tf.init_scope():
+        taken = optimizer.iterations
+    return taken.read_value()
+
+
 def can_take_over(optimizer: Any) -> bool:
     """Whether this is an SGD whose momentum a compression can take over, and that has one."""
     return isinstance(optimizer, SGD) and not is_plain_sgd(optimizer) and not own_step_of(optimizer)

@@ -7,7 +7,7 @@ import numpy as np
 from .. import kernels
 from ..adapters.binding import warn_once
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
-from .applied import Unapplied
+from .applied import Repetitions, Unapplied
 from .exchange import Message
 from .operations import Variable, first_values, squared_norm_of
 from .variables import VariableCompression
@@ -27,9 +27,13 @@ class RunningCompression(VariableCompression):
     # Whether the optimizer's momentum is taken over.
     _takes_over = False
 
+    def __init__(self, process_set: Any) -> None:
+        super().__init__(process_set)
+        self._repetitions = Repetitions()
+
     def _begin(
         self,
-        tensors: int,
+        names: List[str],
         known: Any,
         unapplied: Unapplied,
         traces: int,
@@ -38,7 +42,8 @@ class RunningCompression(VariableCompression):
         *arrays: np.ndarray,
     ) -> Tuple[np.int64, np.ndarray]:
         """arrays: values of `known`, where there is one; the learning rate, where residuals follow
-        it; all gradients, where they are clipped."""
+        it; the optimizer's steps, where its momentum is taken over; all gradients, where they are
+        clipped."""
         if traces != self._traces:
             raise ValueError(
                 "a function was traced before compression.switch(), and holds on to that trace: "
@@ -70,12 +75,15 @@ class RunningCompression(VariableCompression):
                 "of this momentum)"
             )
         lr = float(next(given)) if compressor.policy.follow_lr else None
+        steps = int(next(given)) if self._takes_over else 0
         clips = compressor.policy.clip_norm is not None
         squared_norm = factor() ** 2 * squared_norm_of(given) if clips else None
         number = self._exchange.begin(
             self._process_set.rank(), self._process_set.size(), float(scale), lr, squared_norm
         )
-        return np.int64(number), np.full((tensors, 1), -1, np.int32)
+        if self._takes_over:
+            self._repetitions.check(names, number, steps, self._exchange.counts)
+        return np.int64(number), np.full((len(names), 1), -1, np.int32)
 
     def _check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
         size = self._process_set.size()

@@ -12,6 +12,7 @@ from checks import raises, registry
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
+from horovod_compress.adapters import binding
 from horovod_compress.tensorflow.optimizer import build
 
 from .training import (
@@ -152,6 +153,36 @@ def two_optimizers_of_one_tape():
                     run()
                     for variable in variables:
                         np.testing.assert_allclose(variable.numpy(), 1 - 0.1 * (1 + 1.9), rtol=1e-6)
+
+
+@case(2)
+def gradients_that_are_added_up_are_warned_of():
+    """Momentum counts in each. Not where the second step is not finite, so that nobody applies
+    it."""
+    for traced, times in ((True, 2), (False, 2), (True, 1)):
+        variable, sgd = tf.Variable(tf.ones((40, 50)), name="v"), SGD["new"](0.1, momentum=0.9)
+        compression = hvdc.Compression.from_spec(SPEC, sgd)
+        build(sgd, [variable])
+
+        def step(factor, variable=variable, compression=compression, sgd=sgd, times=times):
+            results = []
+            for _ in range(times):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variable) * factor
+                tape = hvdt.DistributedGradientTape(tape, compression=compression)
+                results.extend(tape.gradient(loss, [variable]))
+            if tf.reduce_all(tf.math.is_finite(results[0])):
+                sgd.apply_gradients([(tf.add_n(results), variable)])
+
+        run = tf.function(step) if traced else step
+        binding._warned.clear()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for factor in (1.0, 1.0, np.inf if times == 1 else 1.0, 1.0):
+                run(tf.constant(factor))
+        words = [each for each in told if "v came twice" in str(each.message)]
+        assert len(words) == times - 1, (traced, times)
+        assert int(sgd.iterations) == times + 2
 
 
 @case(2)
