@@ -118,13 +118,28 @@ class DGC(TopK):
 
     def init(self, name: str, shape: Tuple[int, ...]) -> State:
         names = ("u", "v") if self.m else ("v",)
-        return State(name, {array: zeros(math.prod(shape)) for array in names})
+        arrays = {array: zeros(math.prod(shape)) for array in names}
+        return State(name, arrays, factor=self._factor)
+
+    @property
+    def _factor(self) -> float:
+        """What u is, over SGD's buffer."""
+        return self.m if self.nesterov else 1.0
+
+    def apply_pending(self, state: State) -> None:
+        """Has u follow a momentum that was changed, as SGD's buffer does."""
+        u = state.arrays.get("u")
+        if u is not None and self._factor != state.factor:
+            u *= np.float32(self._factor / state.factor)
+            state.factor = self._factor
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
+        self.apply_pending(state)
         return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        u, v = state.arrays.get("u"), state.arrays["v"]
+        self.apply_pending(state)
+        u, v = state.arrays.get("u") if self.m else None, state.arrays["v"]
         return kernels.of(grad).add_to_residual(
             grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale
         )[1]
@@ -189,16 +204,16 @@ class DenseMomentum(NoCompression):
         self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float
     ) -> Asking[bool]:
         # Momentum looks itself whether what needs nothing else is finite.
-        finite = scale == 1 and reduced is out and "u" in state.arrays
+        finite = scale == 1 and reduced is out and self.momentum > 0
         if not finite:
             finite = yield from result_of(self.dense.decode_dense(reduced, out, state, scale))
         return (yield from self._move(out, state, finite))
 
     def _move(self, out: np.ndarray, state: DenseMomentumState, finite: bool) -> Asking[bool]:
         """Gives the mean gradient momentum, where it is finite."""
-        u = state.arrays.get("u")
-        if u is None or not finite:
+        if not self.momentum or not finite:
             return finite
+        u = state.arrays["u"]
         spare = state.spare = (
             np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
         )

@@ -51,6 +51,8 @@ class State:
     those that the last step worked on, where they or their memory are needed again. buffer is the
     memory of the last payload, for the next to use. model is all tensors, where this is one of
     several. overflows counts steps in which a finite element became infinite in a narrower type.
+    factor is what a momentum u has been multiplied by, which depends on the last step's options; it
+    is saved and loaded.
     """
 
     name: str
@@ -62,6 +64,7 @@ class State:
     buffer: Optional[np.ndarray] = None
     model: Optional[Model] = None
     overflows: int = 0
+    factor: float = 1.0
 
     @property
     def undo(self) -> List[Rollback]:

@@ -133,7 +133,7 @@ class TopK(GatheringCompressor):
         nesterov: bool = False,
         masking: bool = False,
     ) -> Encoding:
-        """Adds the gradient to momentum u, where there is one, and to the residual, and moves the
+        """Adds the gradient to momentum u, where it is above 0, and to the residual, and moves the
         selection into a payload."""
         v = state.arrays[self.traits.accumulator]
         chunk, k = self.entries(v.size, step.index)
@@ -141,7 +141,7 @@ class TopK(GatheringCompressor):
         plainly = isinstance(grad, np.ndarray)
         encoded = (kernels.cpu.encode_topk if plainly else kernels.encode_topk)(
             grad,
-            state.arrays.get("u"),
+            state.arrays.get("u") if momentum else None,
             v,
             base=step.base,
             momentum=momentum,

@@ -95,6 +95,7 @@ def saved(
         **identity,
         "step": step,
         "dense_until": {tensor.name: tensor.dense_until for tensor in tensors},
+        "factors": {t.name: t.state.factor for t in tensors if "u" in t.state.arrays},
         "tensors": {
             tensor.name: copies(
                 {key: np.asarray(array) for key, array in tensor.state.arrays.items()},
@@ -150,7 +151,7 @@ def synced(
         name: {key: (a.dtype.name, a.shape) for key, a in named.items()}
         for name, named in state["tensors"].items()
     }
-    told = {key: state[key] for key in ("step", "dense_until", "shapes") if key in state}
+    told = {key: state[key] for key in ("step", "dense_until", "factors", "shapes") if key in state}
     said = gather(transport, f"{label}.state", {**told, "kinds": kinds})
     counting = [each["step"] == said[0]["step"] for each in said]
     own = counting[transport.rank]
@@ -171,7 +172,7 @@ def read(state: Any) -> Saved:
     try:
         header = {key: state[key] for key in _HEADER}
         # The first files have none.
-        later = ("dense_until", "shapes", *parts.of_none)
+        later = ("dense_until", "factors", "shapes", *parts.of_none)
         header.update((key, state.get(key, {})) for key in later)
         arrays = {
             name: {key: np.asarray(a) for key, a in named.items()}
@@ -202,6 +203,7 @@ def checked(state: Any, identity: Dict[str, Any], taken: Any) -> Saved:
         difference
         or wrong_steps("step", found.header["step"])
         or _wrong_by_tensor("dense_until", found.header["dense_until"])
+        or _wrong_factors(found.header["factors"])
     )
     refuse_not_finite(found.arrays)
     return found
@@ -338,6 +340,13 @@ def _wrong_by_tensor(where: str, steps: Any) -> Difference:
         return where, "steps by tensor", steps
     wrong = (wrong_count(f"{where}.{name}", number) for name, number in steps.items())
     return next(filter(None, wrong), None)
+
+
+def _wrong_factors(factors: Any) -> Difference:
+    good = isinstance(factors, dict) and all(
+        isinstance(number, float) and 0 < number <= 1 for number in factors.values()
+    )
+    return None if good else ("factors", Words("numbers from above 0 to 1 by tensor"), factors)
 
 
 def _wrong_shapes(shapes: Any) -> Difference:

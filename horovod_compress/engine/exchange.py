@@ -33,6 +33,7 @@ from ..transport.base import Transport
 from . import checkpoint
 from .driver import Driver, Transaction
 from .joined import exchange_jointly, start_gathers, start_maxima
+from .momentum import follow, met
 from .stages import (
     AT_WORK,
     CALL,
@@ -92,6 +93,8 @@ class Exchange(Driver):
         self._joint_lengths = transport.frame_length(), transport.frame_length()
         self._small_length = transport.frame_length()
         self._collectives = transport  # of the transaction
+        # Whether an optimizer's momentum may begin while training.
+        self.follows_momentum = False
         self._to_call = 0  # elements of those at CALL
         self._begin_at(0)
 
@@ -376,7 +379,7 @@ class Exchange(Driver):
         """Changes options of one tensor's compressor between steps (a momentum that a scheduler has
         changed)."""
         tensor = self._tensors[name]
-        tensor.compressor = with_options(tensor.compressor, **options)
+        follow(tensor, with_options(tensor.compressor, **options))
 
     def steps_taken(self) -> int:
         return self._now.index
@@ -387,8 +390,10 @@ class Exchange(Driver):
 
     def _continue_from(self, saved: checkpoint.Saved) -> None:
         self.arrays()
-        checkpoint.restore(self._tensors.values(), saved.arrays)
+        tensors, arrays = self._tensors.values(), saved.arrays
+        checkpoint.restore(tensors, met(tensors, arrays) if self.follows_momentum else arrays)
         for name, tensor in self._tensors.items():
             tensor.dense_until = saved.header["dense_until"].get(name, 0)
+            tensor.state.factor = saved.header["factors"].get(name, tensor.state.factor)
         self._begin_at(saved.header["step"])
         self._latest = Transaction()

@@ -87,6 +87,7 @@ class Handover(Extension):
         left = arrays.pop(DEBT, None)
         if gain == 1 and _kind(old, arrays) == _kind(tensor.compressor, state.arrays):
             state.arrays.update(arrays if left is None else {**arrays, DEBT: left})
+            state.factor = earlier.state.factor
             return
         debt = debt_of(old, earlier.state)
         # Of results, and so alike on all ranks, which will all bring it.

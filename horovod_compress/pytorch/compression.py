@@ -123,6 +123,8 @@ class OptimizerCompression(OptimizerSteps):
         self._compressor, self._tensors = chosen.compressor, chosen.tensors
         self._takeover, self._moments = chosen.takeover, chosen.moments
         self._transport, self._machine = chosen.transport, chosen.machine
+        if self._exchange_is_made:
+            self._exchange.follows_momentum = chosen.takeover.follows
         said = self._takeover.announcement
         if said not in (None, self._announced) and self._rank_and_size()[0] == 0:
             self._announced = said
@@ -140,6 +142,7 @@ class OptimizerCompression(OptimizerSteps):
             self._elastic,
             self._machine,
         )
+        exchange.follows_momentum = self._takeover.follows
         if self._discardable:
             exchange.extend("discard", Snapshots())
         return exchange

@@ -1,7 +1,6 @@
 """What an SGD optimizer would do to a gradient and a momentum-correcting compression does
 instead."""
 
-import dataclasses
 import functools
 import inspect
 from typing import Any, Callable, Dict, List, Optional, Set
@@ -66,11 +65,14 @@ class SGDTakeover:
         self._largest: Dict[int, float] = {}
         self._until_look = LOOK
         logged: Set[str] = set()
-        for group in (
+        groups = (
             optimizer.param_groups
             if isinstance(optimizer, torch.optim.SGD) and compressor.traits.corrects_momentum
             else ()
-        ):
+        )
+        # Whether the groups' momentum counts, also where it is 0 now.
+        self.follows = bool(groups) and compressor.momentum is None
+        for group in groups:
             momentum, nesterov = momentum_of(compressor, group)
             if momentum == 0:
                 continue
@@ -128,20 +130,18 @@ class SGDTakeover:
         since the last call."""
         self.restore()
         changed: Dict[str, Dict[str, Any]] = {}
-        for group in optimizer.param_groups if self.variants else ():
-            for param in filter(self.covers, group["params"]):
-                name, (momentum, nesterov) = (
-                    self._names[id(param)],
-                    momentum_of(self._compressor, group),
-                )
-                if (self.variants[name].momentum, self.variants[name].nesterov) == (
-                    momentum,
-                    nesterov,
-                ):
-                    # The parameters of a group have one momentum.
+        for group in optimizer.param_groups if self.variants or self.follows else ():
+            momentum, nesterov = momentum_of(self._compressor, group)
+            for name in (self._names[id(p)] for p in group["params"] if id(p) in self._names):
+                known = self.variants.get(name)
+                before = (0.0, False) if known is None else (known.momentum, known.nesterov)
+                # The parameters of a group have one momentum.
+                if before == (momentum, nesterov):
                     break
+                if known is None:
+                    self._refuse(optimizer, group)
+                self.variants[name] = self._compressor.bound(momentum, nesterov)
                 changed[name] = {"momentum": momentum, "nesterov": nesterov}
-                self.variants[name] = dataclasses.replace(self.variants[name], **changed[name])
         return changed
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,12 +155,13 @@ class SGDTakeover:
         scale = 1.0 if grad_scale is None else float(grad_scale)
         skips = found_inf is not None and bool(found_inf)
         for group in list(optimizer.param_groups) if self.variants else ():
+            momentum, nesterov = momentum_of(self._compressor, group)
             with_gradient = [p for p in group["params"] if p.grad is not None]
             params = [p for p in with_gradient if self.covers(p)]
-            if not params:
+            # Where it is 0, SGD leaves its buffer as it is.
+            if not params or not momentum:
                 continue
             if not skips:
-                momentum, nesterov = momentum_of(self._compressor, group)
                 self._add_decay(optimizer.state, group, params, momentum, nesterov, scale)
             suspended: Dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0}
             if len(params) < len(with_gradient):

@@ -6,7 +6,7 @@ from ..engine.dense_policy import without_compiled
 
 # DistributedDataParallel, DataParallel and AveragedModel put one here; users may have such modules.
 _WRAPPED = "module"
-_BY_NAME = ("tensors", "dense_until", "shards", "shared", "momentum")
+_BY_NAME = ("tensors", "dense_until", "factors", "shards", "shared", "momentum")
 
 
 def renamed(state: Any, names: Iterable[str], others: Collection[str] = ()) -> Any:

@@ -301,6 +301,56 @@ def test_a_step_without_a_whole_backward_pass_uses_no_earlier_results(passes):
     assert compression.stats()["steps_undone"] == 4
 
 
+# -- momentum that a scheduler changes
+
+
+def scheduled(spec, momenta, resumed_at=None, **options):
+    """A model trained under a schedule. resumed_at: after so many steps another process goes on,
+    whose optimizer is as at the start until it has loaded its state."""
+
+    def started():
+        model = model_of()
+        compression = made(spec)
+        return model, wrap(model, sgd(model, **options), compression), compression
+
+    model, wrapped, compression = started()
+    for step, momentum in enumerate(momenta):
+        if step == resumed_at:
+            saved = [copy.deepcopy(each.state_dict()) for each in (model, wrapped, compression)]
+            model, wrapped, compression = started()
+            for each, state in zip((compression, model, wrapped), saved[-1:] + saved[:-1]):
+                each.load_state_dict(state)
+        wrapped.param_groups[0]["momentum"] = momentum
+        train(model, wrapped, steps=1, seed=step)
+    return model
+
+
+WARMED = [0.0, 0.0, 0.3, 0.6, 0.9, 0.9]
+OFF_AND_ON = [0.9, 0.6, 0.0, 0.0, 0.5, 0.5]
+CYCLE = [0.95, 0.85, 0.8, 0.9, 0.95, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("momenta", "options"),
+    [
+        (WARMED, {"momentum": 0, "weight_decay": 0.1}),
+        (OFF_AND_ON, {"weight_decay": 0.1}),
+        (OFF_AND_ON, {"nesterov": True}),
+        (CYCLE, {"nesterov": True, "weight_decay": 0.1}),
+        (WARMED, {"nesterov": True}),
+    ],
+)
+def test_a_schedule_of_momentum(momenta, options):
+    """It may begin at 0, or go there. Runs go on bit for bit from saved states."""
+    # The last layer goes dense.
+    spec = "dgc:ratio=1,masking=false,min_numel=20"
+    model = scheduled(spec, momenta, **options)
+    assert_close(model, scheduled(None, momenta, **options))
+    for step in (1, 3, 5):
+        resumed = scheduled(spec, momenta, step, **options)
+        assert torch.equal(flat(resumed), flat(model)), step
+
+
 # -- layers that are frozen and thawed
 
 

@@ -80,15 +80,6 @@ def options_turned_off_and_on_while_training():
         for step, batch in enumerate(batches(15)):
             optimizer.param_groups[0].update(changes.get(step, {}))
             train(model, optimizer, [batch])
-    # SGD keeps its buffer while momentum is 0 and takes it up again; here only the weight decay's
-    # part is kept so.
-    assert_close(made[1][0], made[0][0], 2e-2)
-    made = pair(lambda m: sgd(m, weight_decay=0.1))
-    changes.pop(6), changes.pop(9)
-    for model, optimizer, _ in made:
-        for step, batch in enumerate(batches(15)):
-            optimizer.param_groups[0].update(changes.get(step, {}))
-            train(model, optimizer, [batch])
     assert_close(made[1][0], made[0][0])
 
 
