@@ -254,6 +254,7 @@ class OptimizerCompression(OptimizerSteps):
             machine=chosen.machine,
             transport=chosen.transport,
         )
+        self._takeover.give_back(self._stepping)
         self._use(chosen)
         self._agreed = compared
 

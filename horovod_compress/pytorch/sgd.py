@@ -179,6 +179,17 @@ class SGDTakeover:
         while self._restoring:
             self._restoring.pop()()
 
+    def give_back(self, optimizer: Any) -> None:
+        """Comes before SGD may apply momentum again. Its fused step needs buffers of all parameters
+        of a group, or of none."""
+        for group in optimizer.param_groups if self.variants else ():
+            states = [(p, optimizer.state[p]) for p in group["params"] if p in optimizer.state]
+            if any(state.get("momentum_buffer") is not None for _, state in states):
+                for p in filter(self.covers, group["params"]):
+                    if optimizer.state[p].get("momentum_buffer") is None:
+                        zeros = torch.zeros_like(p, requires_grad=False)
+                        optimizer.state[p]["momentum_buffer"] = zeros
+
     @torch.no_grad()
     def _add_decay(
         self,

@@ -53,3 +53,20 @@ def test_a_fused_step_unscales_and_skips_by_itself(nesterov, infinite):
         return param.detach()
 
     torch.testing.assert_close(trained(fused=True), trained(fused=False))
+
+
+def test_a_fused_step_after_a_takeover():
+    """Of parameters of which only one has kept a buffer, because it was not taken over."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.5, fused=True)
+    takeover = SGDTakeover(optimizer, get_compressor("dgc"), {id(params[0]): "p"})
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones(4)
+        takeover.before_step(optimizer)
+        optimizer.step()
+        takeover.restore()
+    takeover.give_back(optimizer)
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach(), torch.full((4,), 0.7))
+    torch.testing.assert_close(params[1].detach(), torch.full((4,), 1 - 0.1 * (1 + 1.5 + 1.75)))
