@@ -21,6 +21,13 @@ from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
 from .binding import TorchBinding
 
+_CHANGED = (
+    "gradients were changed between optimizer.synchronize() and the step. {id} has taken over "
+    "SGD's momentum, and they hold it then: with a momentum m norms are up to 1/(1 - m) times as "
+    "large as those that clip_grad_norm_ sees otherwise. Clip with clip_norm=…, or make the "
+    "compression with momentum=0"
+)
+
 
 class BoundCompression(OptimizerCompression, TorchBinding):
     """A compression bound to an optimizer and its parameters, for
@@ -73,6 +80,8 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
         # own.
         self._results_after: Dict[int, int] = {}
+        # The parameter whose result came last, and the version that its gradient has then.
+        self._last: Tuple[Optional[torch.Tensor], int] = None, 0
         # Names of parameters that the optimizer which it serves does not reduce.
         self._foreign: Set[str] = set()
         # Others, of optimizers that have some of the same parameters.
@@ -235,15 +244,17 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             self._copy_result(memory, grad)
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
+        self._last = slot.param, horovod_internals.version_to_come(slot.param.grad)
         self._end_where_last()
         return grad
 
     def _look_for_changes(self) -> None:
         """Fails the step where the user has changed a gradient of it. When its first result comes,
-        because then Horovod begins to write results, and gradients may be views of one tensor,
-        which share their version."""
+        because then Horovod begins to write results. Of views nothing is known: those of one tensor
+        share their version, which other gradients have changed."""
         for slot, grad, version in self._submitted:
-            if slot.param.grad is None or slot.param.grad._version != version:
+            now = slot.param.grad
+            if now is None or not now._is_view() and now._version != version:
                 why = f"the gradient of {slot.name} was changed while it was exchanged"
                 hint = "(Or another of Horovod's optimizers has this parameter: give it to one)"
                 self._fail(slot, grad, f"{why}: {SYNCHRONIZE_FIRST} {hint}")
@@ -276,6 +287,10 @@ class BoundCompression(OptimizerCompression, TorchBinding):
 
     def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
         ownership.warn_of_unreduced(optimizer, self._slots)
+        param, version = self._last
+        grad = None if param is None or not self._takeover.covers(param) else param.grad
+        if grad is not None and not is_sparse(grad) and grad._version != version:
+            warn_once(_CHANGED.format(id=self._compressor.id))
         super()._before_use(optimizer)
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:

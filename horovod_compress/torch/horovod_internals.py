@@ -228,6 +228,11 @@ def results_after(optimizer: Any) -> Dict[int, int]:
     }
 
 
+def version_to_come(grad: Any) -> int:
+    """The version of a dense gradient once Horovod has put the result there that it gets now."""
+    return int(grad._version) + 1
+
+
 def rollback_step(optimizer: Any) -> None:
     """Makes Horovod's optimizer ready for the next backward pass, after a step whose collectives
     have all ended."""

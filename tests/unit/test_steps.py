@@ -301,6 +301,55 @@ def test_a_step_without_a_whole_backward_pass_uses_no_earlier_results(passes):
     assert compression.stats()["steps_undone"] == 4
 
 
+def with_gradients_in_one_tensor(model):
+    """Gradients are views, which share their version."""
+    params = list(model.parameters())
+    shared = torch.zeros(sum(p.numel() for p in params)).split([p.numel() for p in params])
+    for param, part in zip(params, shared):
+        param.grad = part.view_as(param)
+    return model
+
+
+def test_gradients_that_are_views_of_one_tensor():
+    models = [with_gradients_in_one_tensor(model_of()) for _ in range(2)]
+    for model, spec in zip(models, (None, DENSE)):
+        wrapped = wrap(model, sgd(model), made(spec))
+        for loss in losses(model):
+            model.zero_grad(set_to_none=False)
+            loss().backward()
+            wrapped.step()
+    assert_close(*models)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "clips", "told"),
+    [
+        (DENSE, True, True),
+        (DENSE, False, False),
+        (f"{DENSE},momentum=0", True, False),
+        ("topk:min_numel=0", True, False),
+    ],
+)
+def test_gradients_that_are_clipped_with_their_momentum(spec, clips, told, scaled):
+    model = with_gradients_in_one_tensor(model_of())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    wrapped = wrap(model, sgd(model, weight_decay=0.1), made(spec, grad_scaler=scaler))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for loss in losses(model):
+            model.zero_grad(set_to_none=False)
+            scaler.scale(loss()).backward()
+            wrapped.synchronize()
+            scaler.unscale_(wrapped)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with wrapped.skip_synchronize():
+                scaler.step(wrapped)
+            scaler.update()
+    assert [True for each in said if "Clip with clip_norm=" in str(each.message)] == [True] * told
+
+
 # -- momentum that a scheduler changes
 
 
