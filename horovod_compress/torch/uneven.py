@@ -3,6 +3,7 @@ until all are done."""
 
 import contextlib
 import io
+import itertools
 import time
 from typing import Any, Iterator, List, Sequence, Tuple
 
@@ -55,13 +56,14 @@ def uneven(*trained: Any) -> Iterator[None]:
     if not members[0].compression._active:
         yield
         return
+    begun: List[_Member] = []
     for member in members:
-        member.enter(trained)
+        member.enter(trained, begun)
     try:
         yield
     finally:
         for member in members:
-            member.compression._announce = None
+            member.exit()
     for member in members:
         member.leave()
     training = members
@@ -83,7 +85,8 @@ class _Member:
         self.answered = False
         self._handle: Any = None
 
-    def enter(self, trained: Sequence[Any]) -> None:
+    def enter(self, trained: Sequence[Any], begun: "List[_Member]") -> None:
+        """begun: for all of the block, those whose steps have begun on this rank, in this order."""
         compression = self.compression
         compression.handshake()
         self.name = f"{compression._label}:uneven.{next(compression._blocks)}"
@@ -94,8 +97,35 @@ class _Member:
             "entered `with uneven(…):`",
             "Give uneven() the same on all ranks",
         )
+
+        def begin() -> None:
+            begun[:] = [*(each for each in begun if each is not self), self]
+            self.announce(True)
+
+        @torch.compiler.disable
+        def before_step(*_: Any) -> None:
+            for earlier in itertools.takewhile(lambda each: each is not self, begun):
+                earlier.refuse_waiting()
+
         # Before each step that this rank takes.
-        compression._announce = lambda: self.announce(True)
+        compression._announce = begin
+        self._hook = self.optimizer.register_step_pre_hook(before_step)
+
+    def exit(self) -> None:
+        """After this rank's last step, or an exception."""
+        self.compression._announce = None
+        self._hook.remove()
+
+    def refuse_waiting(self) -> None:
+        """RuntimeError where ranks without data wait for this rank's results to be asked for,
+        before they answer steps that have begun later."""
+        compression = self.compression
+        if compression._compressor.policy.exchange == "split" and compression._exchange.under_way:
+            raise RuntimeError(
+                "an optimizer steps while gradients of another one, which came before, are still "
+                "exchanged: with exchange=split, ranks without data would wait forever. Let "
+                "optimizers in uneven() step in the order in which their gradients come"
+            )
 
     def announce(self, training: bool) -> None:
         """Tells the others whether this rank takes the step that comes. The answer is for ranks

@@ -10,6 +10,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 
@@ -398,6 +399,28 @@ def test_a_schedule_of_momentum(momenta, options):
     for step in (1, 3, 5):
         resumed = scheduled(spec, momenta, step, **options)
         assert torch.equal(flat(resumed), flat(model)), step
+
+
+@pytest.mark.parametrize(("specs", "refused"), [(("split", "gather"), 1), (("gather", "split"), 0)])
+def test_two_optimizers_that_step_out_of_order_in_uneven(specs, refused):
+    """Ranks without data answer the first one's step before the second one's."""
+    pairs = []
+    for spec in specs:
+        model = model_of()
+        compression = made(f"topk:min_numel=0,exchange={spec}")
+        # Other names.
+        pairs.append((model, wrap(nn.ModuleDict({spec: model}), sgd(model), compression)))
+    (_, first), (_, second) = pairs
+    with hvdc.uneven(first, second):
+        for order in ((first, second), (second, first)):
+            for model, wrapped in pairs:
+                wrapped.zero_grad()
+                model(torch.ones(1, 8)).sum().backward()
+            late = refused and order[0] is second
+            with pytest.raises(RuntimeError, match="in the order") if late else nullcontext():
+                order[0].step()
+            for wrapped in order[::-1] if late else order[1:]:
+                wrapped.step()
 
 
 # -- layers that are frozen and thawed
