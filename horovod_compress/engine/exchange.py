@@ -376,8 +376,8 @@ class Exchange(Driver):
             self._end()
 
     def replace(self, name: str, **options: Any) -> None:
-        """Changes options of one tensor's compressor between steps (a momentum that a scheduler has
-        changed)."""
+        """Changes options of a tensor's compressor: a momentum that a scheduler has changed."""
+        self.end_step()
         tensor = self._tensors[name]
         follow(tensor, with_options(tensor.compressor, **options))
 

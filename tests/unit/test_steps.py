@@ -401,6 +401,22 @@ def test_a_schedule_of_momentum(momenta, options):
         assert torch.equal(flat(resumed), flat(model)), step
 
 
+def test_a_schedule_of_momentum_over_steps_that_are_skipped():
+    models = [model_of(), model_of()]
+    for model, spec in zip(models, (None, DENSE)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        wrapped = wrap(model, sgd(model, nesterov=True), made(spec, grad_scaler=scaler))
+        for momentum, loss in zip(CYCLE, losses(model, len(CYCLE))):
+            wrapped.param_groups[0]["momentum"] = momentum
+            wrapped.zero_grad()
+            (scaler.scale(loss()) * (float("inf") if momentum == 0.8 else 1)).backward()
+            wrapped.synchronize()
+            with wrapped.skip_synchronize():
+                scaler.step(wrapped)
+            scaler.update()
+    assert_close(*models)
+
+
 @pytest.mark.parametrize(("specs", "refused"), [(("split", "gather"), 1), (("gather", "split"), 0)])
 def test_two_optimizers_that_step_out_of_order_in_uneven(specs, refused):
     """Ranks without data answer the first one's step before the second one's."""
