@@ -69,10 +69,16 @@ def check_ranks(ranks: Optional[int]) -> None:
 
 def check_ranks_of_set(ranks: Optional[int], process_set: Any) -> None:
     """ValueError where an AdamW of ours would take all ranks for those of a process set."""
-    if ranks is None and process_set is not None and process_set.ranks is not None:
+    if process_set is not None and process_set.ranks is not None:
+        check_ranks_of_part(ranks, len(process_set.ranks), "hvdc.AdamW with this process set")
+
+
+def check_ranks_of_part(ranks: Optional[int], size: int, known_as: str) -> None:
+    """ValueError where an AdamW of ours would take all ranks for a part of them. size: of that;
+    known_as: what users know both by."""
+    if ranks is None:
         raise ValueError(
-            f"hvdc.AdamW takes all ranks' samples for the whole batch: with this process set say "
-            f"ranks={len(process_set.ranks)}"
+            f"{known_as} would take all ranks' samples for the whole batch: say ranks={size}"
         )
 
 

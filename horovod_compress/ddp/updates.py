@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.updates import Nesterov
+from ..adapters.updates import Nesterov, check_ranks_of_part
 from ..compressors.advice import ADAM
 from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
@@ -75,6 +75,10 @@ class UpdateOptimizer(UpdatingOptimizer):
         outer: Optional[Nesterov] = None,
         process_group: Optional[dist.ProcessGroup] = None,
     ) -> None:
+        size = dist.get_world_size(process_group)
+        of_part = isinstance(optimizer, AdamW) and size < dist.get_world_size()
+        for group in optimizer.param_groups if of_part else ():
+            check_ranks_of_part(group["ranks"], size, "ddp.AdamW with this process group")
         self._begin_with(
             optimizer,
             named_parameters,

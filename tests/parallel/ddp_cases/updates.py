@@ -97,5 +97,8 @@ def what_an_update_optimizer_refuses():
         train(DDP(model), optimizer, batches(1))
     with raises(ValueError, "transport=mpi"):
         updating("topk:transport=mpi")
+    alone, _ = dist.new_subgroups(1)
+    with raises(ValueError, "ddp.AdamW", "process group", "ranks=1"):
+        updating("topk", lambda model: ddp.AdamW(model.parameters()), process_group=alone)
     with raises(ValueError, "LBFGS"):
         updating("topk", lambda model: torch.optim.LBFGS(model.parameters()))
