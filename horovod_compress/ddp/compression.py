@@ -204,6 +204,11 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         for each in self._sent:
             if each.memory is not each.view:
                 self._copy_result(each.memory, each.view)
+        if self._grad_scaler is not None and not exchange.succeeded and exchange.keeps_state:
+            # Each optimizer looks at its own gradients only. One that found them finite would use
+            # what is rolled back where another one has skipped its step, and comes again.
+            for _, buffer in self._futures:
+                buffer.fill_(float("nan"))
         self._step.take(Event.ARRIVE)
         # A rank that has joined takes part in the others' steps, outside of a backward pass.
         in_backward = torch._C._current_graph_task_id() != -1

@@ -5,9 +5,12 @@ import contextlib
 import torch
 import torch.distributed as dist
 from checks import registry
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from horovod_compress import ddp
 
 from .options import SPARSE, told_model
-from .told import assert_nothing_lost, told
+from .told import Holder, assert_nothing_lost, told
 from .training import assert_replicas_identical
 
 CASES, case = registry()
@@ -63,3 +66,28 @@ def nothing_is_lost_of_all_together():
     assert_replicas_identical(model)
     assert compression.stats()["steps_undone"] == 2
     assert_nothing_lost(model, compression, gradients)
+
+
+@case(2)
+def nothing_counts_twice_where_one_of_two_optimizers_overflows():
+    """The one that was given, and another one, each under the same GradScaler."""
+    for place in ("matrix", "wide"):
+        scaler, gradients = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+        model = DDP(Holder(), bucket_cap_mb=0.01)
+        held = dict(model.module.held)
+        first = torch.optim.SGD([held.pop("matrix")], lr=1.0)
+        second = torch.optim.SGD(held.values(), lr=1.0)
+        compression = ddp.compress(model, first, SPARSE, grad_scaler=scaler)
+        for step in range(6):
+            its, skipped = told(dist.get_rank(), step), step in (2, 4)
+            if not skipped:
+                gradients.append({name: gradient.clone() for name, gradient in its.items()})
+            elif dist.get_rank():
+                its[place].view(-1)[0] = float("inf")
+            model.zero_grad()
+            scaler.scale(model(its)).backward()
+            scaler.step(first)
+            scaler.step(second)
+            scaler.update()
+        assert_replicas_identical(model)
+        assert_nothing_lost(model, compression, gradients)
