@@ -60,3 +60,10 @@ def in_grad_scaler() -> bool:
     """Whether an enabled GradScaler is taking the step that has come to this point."""
     scalers = (owner for owner in owners("step") if isinstance(owner, GradScaler))
     return next((scaler.is_enabled() for scaler in scalers), False)
+
+
+def skips(optimizer: Any) -> bool:
+    """Whether a GradScaler has told this optimizer, whose fused step leaves parameters alone then,
+    that it has found gradients that are not finite."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)

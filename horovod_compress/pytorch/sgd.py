@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Set
 import torch
 
 from ..adapters.binding import DECAYED, LOOK, momentum_of
-from .optimizers import own_class
+from .optimizers import own_class, skips
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
@@ -149,11 +149,10 @@ class SGDTakeover:
         come through the compression. A step with nothing exchanged is left alone:
         hvd.broadcast_optimizer_state makes one."""
         self._until_look = (self._until_look or LOOK) - 1
-        # A GradScaler leaves unscaling and skipping to a fused step, and tells it so.
+        # A GradScaler leaves unscaling to a fused step, and tells it so.
         grad_scale = getattr(optimizer, "grad_scale", None) if self.variants else None
-        found_inf = getattr(optimizer, "found_inf", None) if self.variants else None
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        skips = found_inf is not None and bool(found_inf)
+        skipped = bool(self.variants) and skips(optimizer)
         for group in list(optimizer.param_groups) if self.variants else ():
             momentum, nesterov = momentum_of(self._compressor, group)
             with_gradient = [p for p in group["params"] if p.grad is not None]
@@ -161,7 +160,7 @@ class SGDTakeover:
             # Where it is 0, SGD leaves its buffer as it is.
             if not params or not momentum:
                 continue
-            if not skips:
+            if not skipped:
                 self._add_decay(optimizer.state, group, params, momentum, nesterov, scale)
             suspended: Dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0}
             if len(params) < len(with_gradient):

@@ -13,7 +13,7 @@ from ..protocol.handshake import agree
 from ..transport.base import Transport
 from .lifecycle import Event, Lifecycle
 from .moments import Moments
-from .optimizers import closure_of, in_grad_scaler, with_closure
+from .optimizers import closure_of, in_grad_scaler, skips, with_closure
 from .parameters import Slot, Slots, Streams
 from .sgd import SGDTakeover
 
@@ -152,11 +152,18 @@ class OptimizerSteps(Binding):
         self._refuse_unreduced(optimizer, in_closure)
         if not self._step.take(event):
             return
-        keeps = self._grad_scaler is None and self._exchange.keeps_state
-        if keeps and event is Event.SCALED_STEP:
+        keeps = self._exchange.keeps_state
+        if keeps and event is Event.SCALED_STEP and self._grad_scaler is None:
             warn_once(
                 "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
                 "what it keeps does not follow the scale"
+            )
+        if keeps and not self._exchange.succeeded and not skips(optimizer):
+            warn_once(
+                "optimizer.step() uses gradients of which some were not finite on some rank: the "
+                "compression has undone that step, so what is finite in them counts now, and a "
+                "second time later. Leave such a step out on all ranks, in place of mending its "
+                "gradients"
             )
         self._before_use(optimizer)
 

@@ -791,3 +791,26 @@ def test_a_state_with_other_prefixes_fits_layers_that_were_thawed_before_wrappin
 
     state = trained("", trained("_orig_mod."), frozen=True)
     assert state["step"] == 2 and "0.weight" in state["tensors"]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_step_that_uses_what_was_undone_is_told_of(scaled, mended):
+    """And one that a GradScaler skips, in a fused step too, is not."""
+    model, scaler = model_of(), torch.amp.GradScaler("cpu", enabled=scaled)
+    base = sgd(model, momentum=0, fused=True)
+    options = {"grad_scaler": scaler} if scaled else {}
+    compression = made("topk:ratio=0.1,min_numel=0", (base, model), **options)
+    optimizer = wrap(model, base, compression)
+    model[2].weight.register_hook(lambda grad: grad / 0)
+    scaler.scale(next(losses(model))()).backward()
+    optimizer.synchronize()
+    for param in model.parameters() if mended else ():
+        param.grad.nan_to_num_(0, 0, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+    assert compression.stats()["steps_undone"] == 1
+    told = [str(each.message) for each in caught if "a second time later" in str(each.message)]
+    assert len(told) == (mended or not scaled)
