@@ -169,3 +169,18 @@ def check_inner(optimizer: Any, name: str) -> None:
             f"the two do not belong together, and it diverges: give {name} an optimizer "
             "that does not look back at its own steps, such as SGD or AdamW"
         )
+
+
+def check_one_state(state_dict: Any, name: str) -> None:
+    """Raises TypeError for what is no state, such as the list of all ranks' that a compression
+    takes.
+
+    Args:
+        state_dict: what a user has given.
+        name: of the optimizer around another one.
+    """
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            f"{name} loads one state, not an object of {type(state_dict)}: what this rank has "
+            "saved, or for another number of ranks what state_dict(portable=True) has returned"
+        )

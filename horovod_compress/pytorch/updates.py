@@ -10,7 +10,7 @@ from ..adapters.binding import warn_once
 from ..adapters.updates import Nesterov, check_rounds
 from ..engine import checkpoint
 from ..protocol.handshake import MismatchError
-from .around import OptimizerAround, check_inner
+from .around import OptimizerAround, check_inner, check_one_state
 from .outside_step import Probe, watch
 from .parameters import NamedParameters
 from .shared import SharedParameter, checksum, trained
@@ -215,6 +215,7 @@ class UpdatingOptimizer(OptimizerAround):
             raise RuntimeError(
                 "load states before or after `with optimizer.shared_parameters():`, not within it"
             )
+        check_one_state(state_dict, "UpdateOptimizer")
         kept: Any = state_dict.get("updates")
         if kept is not None:
             try:

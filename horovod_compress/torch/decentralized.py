@@ -13,7 +13,7 @@ from ..engine.gossip import DEFAULT, Gossip, compressor_of_messages
 from ..engine.gossip_rules import Copies
 from ..engine.topology import Topology
 from ..protocol.handshake import agree, gather
-from ..pytorch.around import OptimizerAround, check_inner
+from ..pytorch.around import OptimizerAround, check_inner, check_one_state
 from ..pytorch.parameters import NamedParameters, Slot
 from ..pytorch.shared import checksum, trained
 from .binding import TorchBinding
@@ -241,6 +241,7 @@ class DecentralizedOptimizer(OptimizerAround):
             raise RuntimeError(
                 "load states before or after `with optimizer.mean_parameters():`, not within it"
             )
+        check_one_state(state_dict, "DecentralizedOptimizer")
         kept = state_dict.get("decentralized")
         if kept is not None:
             check(kept, self._gossip, self._slots)

@@ -78,6 +78,13 @@ def test_updates_of_parameters_that_share_memory_are_refused():
     ddp.UpdateOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
+def test_updates_take_no_list_of_states():
+    model = torch.nn.Linear(4, 4)
+    optimizer = ddp.UpdateOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"loads one state.*list.*portable=True"):
+        optimizer.load_state_dict([optimizer.state_dict()])
+
+
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_what_needs_horovod_says_so(framework):
     code = f"import sys; sys.modules['horovod'] = None; import horovod_compress.{framework}"
