@@ -16,6 +16,8 @@ _NOT_WITH = {
     "precision",
     "_delay_all_reduce_params": "reduces those parameters without a communication hook: leave "
     "delay_all_reduce_named_params out",
+    "skip_all_reduce_unused_params": "does not call a communication hook for all buckets: leave it "
+    "out, find_unused_parameters alone serves such models",
     "_use_python_reducer": "calls communication hooks without buckets: set "
     'torch._dynamo.config.optimize_ddp to True, not "python_reducer", and leave compiled autograd',
 }

@@ -1,5 +1,6 @@
 """DistributedDataParallel on one rank, and what needs no ranks at all."""
 
+import inspect
 import subprocess
 import sys
 
@@ -91,6 +92,14 @@ def test_what_needs_horovod_says_so(framework):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'horovod-compress[horovod]'" in done.stderr, done.stderr
     assert "use horovod_compress.ddp" in done.stderr
+
+
+def test_models_whose_buckets_may_be_left_out_are_refused():
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    if not options.keys() <= inspect.signature(DDP).parameters.keys():
+        pytest.skip("this PyTorch leaves out no buckets")
+    with pytest.raises(ValueError, match="skip_all_reduce_unused_params does not call"):
+        check_model(DDP(torch.nn.Linear(2, 2), **options))
 
 
 def test_models_on_other_devices_are_served_with_a_warning():
