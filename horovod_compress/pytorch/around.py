@@ -9,6 +9,9 @@ import torch
 from ..adapters.binding import warn_once
 from .optimizers import own_class
 
+# PyTorch's own: each of their ranks steps some of the parameters only, or averages them.
+_EXCHANGING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
+
 
 class OptimizerAround(torch.optim.Optimizer):
     """An optimizer around another one, `_optimizer`, whose parameter groups, state and methods are
@@ -155,12 +158,16 @@ def check_inner(optimizer: Any, name: str) -> None:
             "give it the optimizer that has the parameters, and put what is none around the "
             f"{name}"
         )
-    if isinstance(optimizer, OptimizerAround) or own_class(optimizer) is not type(optimizer):
+    names = [each.__name__ for each in type(optimizer).__mro__]
+    if (
+        isinstance(optimizer, OptimizerAround)
+        or own_class(optimizer) is not type(optimizer)
+        or not _EXCHANGING.isdisjoint(names)
+    ):
         raise ValueError(
             f"{type(optimizer).__name__} exchanges already: give {name} the optimizer itself"
         )
     # It takes parameters to be where its last step has left them.
-    names = [each.__name__ for each in type(optimizer).__mro__]
     kin = next((each for each in names if "lbfgs" in each.lower()), None)
     if kin is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ dist = torch.distributed
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with Gloo", allow_module_level=True)
 
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 from horovod_compress import ddp  # noqa: E402
@@ -77,6 +78,13 @@ def test_updates_of_parameters_that_share_memory_are_refused():
     model[1].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp.UpdateOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+def test_updates_of_optimizers_that_exchange_are_refused():
+    """ZeRO's ranks would each train the parameters that they step on their own data alone."""
+    optimizer = ZeroRedundancyOptimizer(torch.nn.Linear(4, 4).parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer exchanges already"):
+        ddp.UpdateOptimizer(optimizer)
 
 
 def test_updates_take_no_list_of_states():
