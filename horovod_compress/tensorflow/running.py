@@ -68,11 +68,9 @@ class RunningCompression(VariableCompression):
             and abs(float(self._served.momentum) - compressor.momentum) > 1e-6
         ):
             warn_once(
-                f"SGD's momentum was changed to {float(self._served.momentum):g}: {compressor.id} "
-                f"goes on with "
+                f"SGD's momentum was changed: {compressor.id} goes on with "
                 f"{compressor.momentum:g}, which it took over. (Horovod's momentum_correction is "
-                f"not needed: the learning rate is no part "
-                "of this momentum)"
+                f"not needed: the learning rate is no part of this momentum)"
             )
         lr = float(next(given)) if compressor.policy.follow_lr else None
         steps = int(next(given)) if self._takes_over else 0
