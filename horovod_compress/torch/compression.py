@@ -28,6 +28,12 @@ _CHANGED = (
     "compression with momentum=0"
 )
 
+_MOVED = (
+    "two steps in turn were exchanged without an optimizer.step(), and are forgotten, because "
+    "discardable=True; but parameters changed after them. Where you update parameters from p.grad "
+    "yourself, what was not sent of gradients is lost: leave discardable out"
+)
+
 
 class BoundCompression(OptimizerCompression, TorchBinding):
     """A compression bound to an optimizer and its parameters, for
@@ -80,8 +86,10 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
         # own.
         self._results_after: Dict[int, int] = {}
-        # The parameter whose result came last, and the version that its gradient has then.
-        self._last: Tuple[Optional[torch.Tensor], int] = None, 0
+        # The parameter whose result came last, with its version and that of its gradient then.
+        self._last: Tuple[Optional[torch.Tensor], int, int] = None, 0, 0
+        # Whether parameters changed after the last results, which no step has used.
+        self._moved = False
         # Names of parameters that the optimizer which it serves does not reduce.
         self._foreign: Set[str] = set()
         # Others, of optimizers that have some of the same parameters.
@@ -244,7 +252,8 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             self._copy_result(memory, grad)
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
-        self._last = slot.param, horovod_internals.version_to_come(slot.param.grad)
+        version = horovod_internals.version_to_come(slot.param.grad)
+        self._last = slot.param, slot.param._version, version
         self._end_where_last()
         return grad
 
@@ -287,7 +296,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
 
     def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
         ownership.warn_of_unreduced(optimizer, self._slots)
-        param, version = self._last
+        self._moved, (param, _, version) = False, self._last
         grad = None if param is None or not self._takeover.covers(param) else param.grad
         if grad is not None and not is_sparse(grad) and grad._version != version:
             warn_once(_CHANGED.format(id=self._compressor.id))
@@ -306,6 +315,16 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         if first is not None:
             sleep_until_over(first)
         return super()._before_step(optimizer, args, kwargs)
+
+    def _leave_unused(self) -> None:
+        """Warns where results move parameters without a step; not at once, for SAM does so."""
+        if self._step.is_unused and self._discardable:
+            param, version, _ = self._last
+            moved = param is not None and param._version != version
+            if moved and self._moved:
+                warn_once(_MOVED)
+            self._moved = moved
+        super()._leave_unused()
 
     def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
         """Brings what is under way to its end before, for other ranks wait."""

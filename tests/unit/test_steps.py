@@ -240,6 +240,7 @@ def test_a_step_that_skips_what_did_not_come_is_refused():
 def test_gradients_that_are_read_or_used_again(options):
     """SAM, whose first gradient no step uses, and several steps on one gradient: the recipe of
     docs/recipes.md."""
+    warnings.simplefilter("error", RuntimeWarning)
     models = [model_of(), model_of()]
     for model, spec in zip(models, (None, f"{DENSE},momentum=0")):
         compression = made(spec, discardable=True)
@@ -261,6 +262,19 @@ def test_gradients_that_are_read_or_used_again(options):
                 wrapped.step()
             wrapped.step()
     assert_close(*models)
+
+
+def test_parameters_that_are_updated_by_hand():
+    model = model_of()
+    wrapped = wrap(model, sgd(model), made("topk:min_numel=0", discardable=True))
+    with pytest.warns(RuntimeWarning, match="update parameters from p.grad yourself"):
+        for loss in losses(model):
+            wrapped.zero_grad()
+            loss().backward()
+            wrapped.synchronize()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
 
 
 @pytest.mark.parametrize("spec", [DENSE, "topk:min_numel=0", "none"])
