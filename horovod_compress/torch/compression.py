@@ -19,20 +19,8 @@ from ..pytorch.optimizers import in_grad_scaler
 from ..pytorch.parameters import NamedParameters, Slot, flat, is_sparse, named
 from ..transport.horovod import sleep_until_over
 from . import horovod_internals, ownership
+from .between import Watch
 from .binding import TorchBinding
-
-_CHANGED = (
-    "gradients were changed between optimizer.synchronize() and the step. {id} has taken over "
-    "SGD's momentum, and they hold it then: with a momentum m norms are up to 1/(1 - m) times as "
-    "large as those that clip_grad_norm_ sees otherwise. Clip with clip_norm=…, or make the "
-    "compression with momentum=0"
-)
-
-_MOVED = (
-    "two steps in turn were exchanged without an optimizer.step(), and are forgotten, because "
-    "discardable=True; but parameters changed after them. Where you update parameters from p.grad "
-    "yourself, what was not sent of gradients is lost: leave discardable out"
-)
 
 
 class BoundCompression(OptimizerCompression, TorchBinding):
@@ -86,10 +74,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
         # own.
         self._results_after: Dict[int, int] = {}
-        # The parameter whose result came last, with its version and that of its gradient then.
-        self._last: Tuple[Optional[torch.Tensor], int, int] = None, 0, 0
-        # Whether parameters changed after the last results, which no step has used.
-        self._moved = False
+        self._watch = Watch()
         # Names of parameters that the optimizer which it serves does not reduce.
         self._foreign: Set[str] = set()
         # Others, of optimizers that have some of the same parameters.
@@ -237,7 +222,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         if tensor is None:
             self._fail(slot, grad, f"the step was interrupted while the result of {slot.name} came")
             self._exchange.fail_tensor(slot.name)
-            self._end_where_last()
+            self._end_where_last(slot.param)
             return grad
         self._exchange.finish(
             slot.name,
@@ -252,9 +237,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             self._copy_result(memory, grad)
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
-        version = horovod_internals.version_to_come(slot.param.grad)
-        self._last = slot.param, slot.param._version, version
-        self._end_where_last()
+        self._end_where_last(slot.param)
         return grad
 
     def _look_for_changes(self) -> None:
@@ -296,10 +279,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
 
     def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
         ownership.warn_of_unreduced(optimizer, self._slots)
-        self._moved, (param, _, version) = False, self._last
-        grad = None if param is None or not self._takeover.covers(param) else param.grad
-        if grad is not None and not is_sparse(grad) and grad._version != version:
-            warn_once(_CHANGED.format(id=self._compressor.id))
+        self._watch.before_use(self._takeover, str(self._compressor.id))
         super()._before_use(optimizer)
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
@@ -317,13 +297,8 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         return super()._before_step(optimizer, args, kwargs)
 
     def _leave_unused(self) -> None:
-        """Warns where results move parameters without a step; not at once, for SAM does so."""
         if self._step.is_unused and self._discardable:
-            param, version, _ = self._last
-            moved = param is not None and param._version != version
-            if moved and self._moved:
-                warn_once(_MOVED)
-            self._moved = moved
+            self._watch.before_discard()
         super()._leave_unused()
 
     def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
@@ -357,10 +332,12 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         self._step.fail(why)
         slot.param.grad = grad  # Horovod puts results there.
 
-    def _end_where_last(self) -> None:
-        """After a result. RuntimeError where that was the last one of a step that has failed."""
+    def _end_where_last(self, param: torch.Tensor) -> None:
+        """After a parameter's result. RuntimeError where that was the last one of a step that has
+        failed."""
         if self._exchange.under_way:
             return
+        self._watch.results_came(param)
         if self._step.state is not State.FAILED:
             self._step.take(Event.ARRIVE)
             return
