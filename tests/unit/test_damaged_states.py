@@ -102,6 +102,7 @@ def test_a_size_that_cannot_be(size):
         ({"id": "x" * 10**6}, "xxx...xxx"),
         ({"step": list(range(10**5))}, "step is [0, 1, 2,"),
         ({"dense_until": [1] * 10**5}, "dense_until is [1, 1,"),
+        ({"factors": {"w": 0.0}}, "factors is {'w': 0.0} in it and numbers from above 0 to 1"),
         ({"shards": list(range(10**5))}, "shards is [0, 1, 2,"),
     ],
 )

@@ -32,7 +32,8 @@ WRAPPED = {
 
 def state_of(names):
     """A state whose values are positions, so that it shows who gets whose."""
-    parts = {key: {n: (key, i) for i, n in enumerate(names)} for key in ("tensors", "dense_until")}
+    keys = "tensors", "dense_until", "factors"
+    parts = {key: {n: (key, i) for i, n in enumerate(names)} for key in keys}
     return {"rank": 0, **parts, "shards": {names[0]: [0, 1, 2, 2]}}
 
 
