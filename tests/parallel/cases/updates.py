@@ -461,7 +461,7 @@ def what_an_update_optimizer_refuses():
     with raises(TypeError, "save its state_dict()"):
         copy.deepcopy(hvdc.UpdateOptimizer(torch.optim.AdamW(model.parameters())))
     own = hvdc.AdamW(model.parameters())
-    with raises(ValueError, "with this process set say ranks=1"):
+    with raises(ValueError, "with this process set", "say ranks=1"):
         hvdc.UpdateOptimizer(own, process_set=hvd.ProcessSet([0]))
     with raises(ValueError, "Horovod has averaged these"):
         hvd.DistributedOptimizer(own, model.named_parameters()).step()

@@ -218,7 +218,7 @@ def adam_of_one_rank_is_keras():
             path = os.path.join(folder, f"model-{hvd.rank()}{end}")
             model.save(path)
             assert type(keras.models.load_model(path).optimizer) is hvdc.AdamW, end
-    with raises(ValueError, "with this process set say ranks=1"):
+    with raises(ValueError, "with this process set", "say ranks=1"):
         hvdc.UpdateOptimizer(hvdc.AdamW(0.01), process_set=hvd.ProcessSet([0]))
     # Of a type that TensorFlow chooses, while it traces.
     with raises(Exception, "Horovod has averaged these"):
