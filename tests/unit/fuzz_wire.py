@@ -85,7 +85,8 @@ def mutate(rng, frame, other):
     elif len(frame) > HEADROOM:
         flip(rng, frame, HEADROOM)
     if how > 5:
-        struct.pack_into("<I", frame, 4, kernels.cpu.checksum(np.frombuffer(frame, np.uint8)[8:]))
+        checked = np.frombuffer(frame, np.uint8)[8:]
+        struct.pack_into("<I", frame, 4, reference.frames.checksum(checked))
     return bytes(frame)
 
 

@@ -278,10 +278,6 @@ def add_up(a):
     return dict(out=a.finite(), parts=[a.any() for _ in range(a.one_of(1, 2, 4))])
 
 
-def checksum(a):
-    return dict(data=a.bits(np.uint8))
-
-
 HEADER = dict(number=7, digest=2**32 - 1, step=3)
 
 

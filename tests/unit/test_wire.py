@@ -376,7 +376,7 @@ def with_byte(frame, at, value, checksum=False):
     frame = frame.copy()
     frame[at] = value
     if checksum:
-        struct.pack_into("<I", frame, 4, kernels.cpu.checksum(frame[8:]))
+        struct.pack_into("<I", frame, 4, reference.frames.checksum(frame[8:]))
     return frame
 
 

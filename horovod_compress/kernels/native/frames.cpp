@@ -41,11 +41,6 @@ std::uint32_t checksum_without_lock(const std::uint8_t* bytes, std::size_t size)
     return dispatch<checksum_of>(bytes, size);
 }
 
-std::uint32_t checksum(const Bytes& data) {
-    const std::size_t size = length(data, "data");
-    return checksum_without_lock(data.data(), size);
-}
-
 // As it is in memory, which is little-endian.
 struct Header {
     char magic[2];
@@ -178,7 +173,6 @@ std::vector<Bytes> frames_by_tensor(const Bytes& data, std::size_t ranks, std::s
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("checksum", &checksum, arg("data").noconvert());
     m.def("seal_frame", &seal_frame, arg("buffer").noconvert(), py::kw_only(), arg("size"),
           arg("number"), arg("digest"), arg("step"), arg("finite"));
     m.def("open_frames", &open_frames, arg("data").noconvert(), py::kw_only(), arg("frames"),

@@ -33,7 +33,7 @@ from .dense import (
     scatter_add,
     squared_norm,
 )
-from .frames import checksum, frames_by_tensor, open_frames, seal_frame
+from .frames import frames_by_tensor, open_frames, seal_frame
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
 from .quantization import (
     decode_signs,
@@ -52,7 +52,6 @@ __all__ = [
     "add_to_residual",
     "add_up",
     "apply_momentum",
-    "checksum",
     "decode_add_bf16",
     "decode_add_buckets",
     "decode_add_dct",
