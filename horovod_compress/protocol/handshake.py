@@ -163,8 +163,9 @@ def first_difference(expected: Any, found: Any, path: str = "") -> Optional[Tupl
 def step_numbers(index: int) -> np.ndarray:
     """int64 whose sum over ranks says whether all ranks are at one step: once a step with sums,
     which do not carry their step's number as frames do, drivers exchange these before they use a
-    sum."""
-    return np.array([1, index, index * index], np.int64)
+    sum. As in frames, of the number the low 32 bits travel; its square's sum may overflow."""
+    low = index & 0xFFFFFFFF
+    return np.array([1, low, low * low], np.uint64).view(np.int64)
 
 
 def check_step_numbers(
@@ -177,8 +178,9 @@ def check_step_numbers(
         raise error_of_joined(
             size - ranks, size, joined(), "sums of this compression are wrong without them"
         )
-    # Equal numbers, and only those, have no variance.
-    if ranks * squares != total * total:
+    # Equal numbers, and only those, have no variance: as it is below 2^64 for two ranks, and sums
+    # are right but for a multiple of that.
+    if (ranks * squares - total * total) % 2**64:
         raise MismatchError(
             f"this rank is at step {index}, others are not: was a state loaded, or did training "
             f"begin, on some ranks only?"

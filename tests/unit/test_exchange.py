@@ -338,8 +338,11 @@ def test_wrong_submissions_are_errors():
 @pytest.mark.parametrize(
     "spec", ["globalrandk:ratio=0.1", "maxnorm", "powersgd:start_step=3,rank=2", "signsgd"]
 )
-def test_sums_of_ranks_at_different_steps_are_refused_on_all(spec):
+@pytest.mark.parametrize("begin", [0, 2**33])
+def test_sums_of_ranks_at_different_steps_are_refused_on_all(spec, begin):
     exchanges, ahead = ranks_of(spec), ranks_of(spec)
+    for exchange in exchanges + ahead:
+        exchange.expect(index=begin)
     for step in range(2):
         run_step(exchanges, gradients(step))
     for step in range(5):
