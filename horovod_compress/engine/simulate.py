@@ -53,7 +53,8 @@ def simulate(
         A `Run`.
 
     Raises:
-        ValueError: the spec needs samples, names, shapes or steps differ, or machines do not fit.
+        ValueError: the spec needs samples, names, shapes or steps differ, a name is no str, or machines do
+            not fit.
         AssertionError: replicas disagreed.
 
     Examples:
@@ -79,10 +80,11 @@ def simulate(
     if len(rates) != len(steps):
         raise ValueError(f"lr has {len(rates)} learning rates for {len(steps)} steps")
     shapes = {name: np.shape(array) for name, array in steps[0][0].items()}
+    for step, ranks in enumerate(steps):
+        _check(step, ranks, size, shapes)
     exchanges = make_ranks(compressor, shapes, Loopback.group(size), local_size=local_size)
     mean, bytes_sent = [], []
     for step, ranks in enumerate(steps):
-        _check(step, ranks, size, shapes)
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
         grads = [
             {n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks
@@ -109,6 +111,9 @@ def _check(
         raise ValueError(f"step {step} has {len(ranks)} ranks, step 0 has {size}")
     for rank, named in enumerate(ranks):
         found = {name: np.shape(array) for name, array in named.items()}
+        for name in found:
+            if not isinstance(name, str):
+                raise ValueError(f"step {step}, rank {rank}: names must be str, not {name!r}")
         if any(np.iscomplexobj(array) for array in named.values()):
             raise ValueError(f"step {step}, rank {rank}: complex gradients cannot be compressed")
         if found != shapes:

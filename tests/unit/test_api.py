@@ -197,6 +197,7 @@ def test_simulate_refuses_ragged_input():
         ([[a], [a, a]], "step 1 has 2 ranks"),
         ([[a, b]], "rank 1"),
         ([[a], [{"x": np.zeros(3)}]], "step 1, rank 0"),
+        ([[{7: np.zeros((40, 40))}]], "names must be str, not 7"),
     ):
         with pytest.raises(ValueError, match=words):
             hc.simulate("dgc", grads)
