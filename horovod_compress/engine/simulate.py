@@ -53,8 +53,7 @@ def simulate(
         A `Run`.
 
     Raises:
-        ValueError: the spec needs samples, names, shapes or steps differ, a name is no str, or machines do
-            not fit.
+        ValueError: the spec needs samples, or names, shapes, steps or machines do not fit.
         AssertionError: replicas disagreed.
 
     Examples:
@@ -86,13 +85,11 @@ def simulate(
     mean, bytes_sent = [], []
     for step, ranks in enumerate(steps):
         sent = [exchange.stats()["bytes_sent"] for exchange in exchanges]
-        grads = [
-            {n: np.array(a, np.float32).reshape(-1) for n, a in named.items()} for named in ranks
-        ]
+        grads = [{n: np.array(a, np.float32).ravel() for n, a in each.items()} for each in ranks]
         run_step(exchanges, grads, rates[step])
         _check_replicas(step, grads)
         mean.append({name: grads[0][name].reshape(shape) for name, shape in shapes.items()})
-        after = [exchange.stats()["bytes_sent"] for exchange in exchanges]
+        after = (exchange.stats()["bytes_sent"] for exchange in exchanges)
         bytes_sent.append([now - before for now, before in zip(after, sent)])
     states = [exchange.arrays() for exchange in exchanges]
     return Run(mean, bytes_sent, states, [exchange.stats() for exchange in exchanges])
