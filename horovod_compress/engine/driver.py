@@ -267,10 +267,9 @@ class Driver(ABC):
         that has no place for it, densely in the next step that succeeds. gains: by name, what the
         reducer will make of a result over what it made of one, where that is not 1; factor: what it
         makes of a 1 on each rank, None where that is not known yet, and `Handover.check_host` will
-        be told; links: the `machine` and the `transport` of then, where they may be others. A
-        tensor that comes new has kept nothing; what one kept that is left out is gone. ValueError,
-        and nothing changed, where compressors do not suit. The last step can no longer be
-        discarded."""
+        be told; links: other attributes of then, as `machine` and `transport`. A tensor that comes
+        new has kept nothing; what one kept that is left out is gone. ValueError, and nothing
+        changed, where compressors do not suit. The last step can no longer be discarded."""
         self.arrays()
         before, earlier = dict(vars(self)), self._tensors
         vars(self).update(links, compressor=compressor, _tensors={}, _model=Model())

@@ -33,7 +33,7 @@ from ..transport.base import Transport
 from . import checkpoint
 from .driver import Driver, Transaction
 from .joined import exchange_jointly, start_gathers, start_maxima
-from .momentum import follow, met
+from .momentum import follow, matched
 from .stages import (
     AT_WORK,
     CALL,
@@ -245,7 +245,8 @@ class Exchange(Driver):
         if isinstance(request, ToReducer):
             pending.carrier = request.array
             if request is pending.tensor.carrier and pending.tensor.waits(pending.grad):
-                self._collectives.expect_gather()
+                if not self._stages.at[ENCODE]:
+                    self._collectives.expect_gather()
                 self._stages.move(pending, ENCODE)
                 return
             request = send(None)
@@ -270,7 +271,8 @@ class Exchange(Driver):
         """Starts a last exchange, unless tensors make it together. Returns what it waits for."""
         small = isinstance(request, Allgather) and pending.tensor.joins
         if small or isinstance(request, Joint):
-            self._collectives.expect_gather()
+            if not self._stages.at[SMALL]:
+                self._collectives.expect_gather()
             return SMALL if small else JOINT
         pending.wait = self._start(f".{pending.tensor.name}", request, pending.tensor)
         return LAST
@@ -311,8 +313,7 @@ class Exchange(Driver):
         return self._collectives.allreduce(name, request.array, request.op)
 
     def _encode_small(self) -> None:
-        """Encodes small tensors one after the other: code and arrays stay in the caches then, and
-        do not between two of autograd's calls."""
+        """Encodes small tensors one after the other, while code and arrays stay in the caches."""
         for pending in self._stages.waiting(ENCODE) if self._stages.at[ENCODE] else ():
             self._stages.move(pending, AT_WORK)
             self._advance(pending, None)
@@ -391,7 +392,7 @@ class Exchange(Driver):
     def _continue_from(self, saved: checkpoint.Saved) -> None:
         self.arrays()
         tensors, arrays = self._tensors.values(), saved.arrays
-        checkpoint.restore(tensors, met(tensors, arrays) if self.follows_momentum else arrays)
+        checkpoint.restore(tensors, matched(tensors, arrays) if self.follows_momentum else arrays)
         for name, tensor in self._tensors.items():
             tensor.dense_until = saved.header["dense_until"].get(name, 0)
             tensor.state.factor = saved.header["factors"].get(name, tensor.state.factor)

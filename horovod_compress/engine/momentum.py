@@ -30,7 +30,7 @@ def _begin(tensor: Tensor) -> None:
         tensor.state.arrays["u"] = zeros(tensor.numel if residual is None else residual.size)
 
 
-def met(tensors: Iterable[Tensor], arrays: Arrays) -> Arrays:
+def matched(tensors: Iterable[Tensor], arrays: Arrays) -> Arrays:
     """A state's arrays, with u of zeros where only the tensors have it. Where only the state has
     it, the tensors get it."""
     found = dict(arrays)

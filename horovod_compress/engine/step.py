@@ -64,7 +64,7 @@ def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
             step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
             carrier = one if handed_over else None
         elif not step.dense and tensor.waits(grad):
-            # The reducer does not.
+            # It encodes when all small tensors are there. The reducer has its carrier now.
             carrier = tensor.one()
             yield carrier
         encode = compressor.encode_dense if step.dense else compressor.encode

@@ -178,8 +178,8 @@ def check_step_numbers(
         raise error_of_joined(
             size - ranks, size, joined(), "sums of this compression are wrong without them"
         )
-    # Equal numbers, and only those, have no variance: as it is below 2^64 for two ranks, and sums
-    # are right but for a multiple of that.
+    # The sum of (x - y)^2 over all pairs of ranks: 0 for equal numbers only. Sums that overflowed
+    # are right modulo 2^64, which it reaches only where numbers are 2^32 / N apart.
     if (ranks * squares - total * total) % 2**64:
         raise MismatchError(
             f"this rank is at step {index}, others are not: was a state loaded, or did training "

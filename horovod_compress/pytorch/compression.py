@@ -123,8 +123,6 @@ class OptimizerCompression(OptimizerSteps):
         self._compressor, self._tensors = chosen.compressor, chosen.tensors
         self._takeover, self._moments = chosen.takeover, chosen.moments
         self._transport, self._machine = chosen.transport, chosen.machine
-        if self._exchange_is_made:
-            self._exchange.follows_momentum = chosen.takeover.follows
         said = self._takeover.announcement
         if said not in (None, self._announced) and self._rank_and_size()[0] == 0:
             self._announced = said
@@ -253,6 +251,7 @@ class OptimizerCompression(OptimizerSteps):
             self._factor(),
             machine=chosen.machine,
             transport=chosen.transport,
+            follows_momentum=chosen.takeover.follows,
         )
         self._takeover.give_back(self._stepping)
         self._use(chosen)

@@ -162,8 +162,8 @@ class OptimizerSteps(Binding):
             warn_once(
                 "optimizer.step() uses gradients of which some were not finite on some rank: the "
                 "compression has undone that step, so what is finite in them counts now, and a "
-                "second time later. Leave such a step out on all ranks, in place of mending its "
-                "gradients"
+                "second time later. Skip such a step on all ranks: do not repair its gradients, as "
+                "by nan_to_num_()"
             )
         self._before_use(optimizer)
 
