@@ -1,6 +1,7 @@
 """Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses
 them with its other ones."""
 
+import atexit
 import functools
 import threading
 import time
@@ -226,6 +227,7 @@ class _Counts:
         self._changed = threading.Condition()  # for all below
         self._steps: List[_CountedStep] = []
         self._thread: Optional[threading.Thread] = None
+        self._over = threading.Event()
 
     def add(self, step: _CountedStep) -> None:
         with self._changed:
@@ -233,17 +235,25 @@ class _Counts:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._poll, name="hvdc-counts", daemon=True)
                 self._thread.start()
+                # A thread that frees a tensor while Python shuts down aborts the process.
+                atexit.register(self._stop, self._thread)
             self._changed.notify()
 
+    def _stop(self, thread: threading.Thread) -> None:
+        with self._changed:
+            self._over.set()
+            self._changed.notify()
+        thread.join()
+
     def _poll(self) -> None:
-        while True:
+        while not self._over.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._steps)
+                self._changed.wait_for(lambda: self._steps or self._over.is_set())
                 steps = list(self._steps)
             over = [step for step in steps if step.end_count(wait=False)]
             with self._changed:
                 self._steps = [step for step in self._steps if step not in over]
-            time.sleep(_POLL_INTERVAL)
+            self._over.wait(_POLL_INTERVAL)
 
 
 _counts = _Counts()
