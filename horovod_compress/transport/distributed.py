@@ -1,6 +1,8 @@
 """The collectives of torch.distributed, on Gloo for what is in the CPU's memory, whatever the
 model's backend is."""
 
+import atexit
+import time
 import zlib
 from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -16,6 +18,10 @@ from .base import Transport
 _ALONE = 1 << 16
 # PyTorch 2.13 has another name for it.
 _gather_rows: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Gloo's threads take Python's lock to free the last tensors. One that waits for it while Python
+# shuts down aborts the process.
+atexit.register(time.sleep, 0.05)
 
 
 class _Message(ABC):
