@@ -65,12 +65,18 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
     """Looks whether an optimizer steps a model.
 
     Raises:
-        ValueError: it has none of the model's parameters, or is for gradients of one rank.
+        ValueError: it has none of the model's parameters, is for gradients of one rank, or is a
+            wrapper without hooks.
     """
     if isinstance(optimizer, AdamWOfRanks):
         raise ValueError(
             "ddp.AdamW is for a rank's own gradients, and DistributedDataParallel averages these: "
             "use torch.optim.AdamW, or the plain model with ddp.UpdateOptimizer"
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no hooks around its steps: give ddp.compress the "
+            "optimizer that is inside it"
         )
     own = {id(param) for param in model.module.parameters()}
     if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):

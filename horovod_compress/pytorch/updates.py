@@ -209,8 +209,9 @@ class UpdatingOptimizer(OptimizerAround):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Continues from what state_dict has returned, or from the optimizer's own. ValueError,
-        with nothing changed, for what does not fit."""
+        """Continues from what state_dict has returned, or from the optimizer's own; called on all
+        ranks, which compare parameters in the next step. ValueError, with nothing changed, for what
+        does not fit."""
         if self._shows_shared:
             raise RuntimeError(
                 "load states before or after `with optimizer.shared_parameters():`, not within it"
@@ -237,6 +238,8 @@ class UpdatingOptimizer(OptimizerAround):
                 each.shared.copy_(kept["shared"][each.name])
             if each.momentum is not None:
                 each.momentum.copy_(kept["momentum"][each.name])
+        # What ranks have loaded is compared in their next step.
+        self.compression._agreed = False
 
     def _check(self, kept: Dict[str, Any]) -> None:
         checkpoint.refuse(checkpoint.wrong_count("local_steps", kept["local_steps"]))

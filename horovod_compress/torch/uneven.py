@@ -57,13 +57,11 @@ def uneven(*trained: Any) -> Iterator[None]:
         yield
         return
     begun: List[_Member] = []
-    for member in members:
-        member.enter(trained, begun)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as entered:
         for member in members:
-            member.exit()
+            member.enter(trained, begun)
+            entered.callback(member.exit)
+        yield
     for member in members:
         member.leave()
     training = members

@@ -417,6 +417,12 @@ def mistakes_with_uneven_are_named():
         hvdc.uneven(optimizer, *([model] if hvd.rank() else [])),
     ):
         pass
+    another = setup("topk" if hvd.rank() else "dgc")[2]
+    with raises(MismatchError, "options.id"), hvdc.uneven(optimizer, another):
+        pass
+    # The first one's steps are not announced any more.
+    with hvdc.uneven(optimizer):
+        train(model, optimizer, batches(1))
 
 
 @case(2)

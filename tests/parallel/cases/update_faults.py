@@ -181,6 +181,24 @@ def a_state_that_one_rank_has_loaded():
         train(model, again, batches(1))
 
 
+@case(2)
+def a_state_that_comes_with_other_parameters():
+    """In the middle of training, where one rank has not loaded the model's."""
+    model = model_of()
+    optimizer = of_updates(model, sgd(model))
+    train(model, optimizer, batches(1))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, batches(1))
+    optimizer.load_state_dict(saved[1])
+    model.load_state_dict(saved[0])
+    train(model, optimizer, batches(1))
+    optimizer.load_state_dict(saved[1])
+    if hvd.rank() == 0:
+        model.load_state_dict(saved[0])
+    with raises(MismatchError, "parameters.", "before the first step"):
+        train(model, optimizer, batches(1))
+
+
 @case(1)
 def one_rank_trains_as_if_alone():
     model, plain = model_of(), model_of()

@@ -9,6 +9,8 @@ import torch._dynamo
 import torch.distributed as dist
 from checks import raises, registry
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -80,6 +82,9 @@ def what_is_refused_is_named():
         ddp.compress(numbers, sgd(numbers), "none")
     with raises(ValueError, "no parameter of the model"):
         ddp.compress(DDP(model_of()), optimizer, "none")
+    local = PostLocalSGDOptimizer(sgd(its), PeriodicModelAverager(period=2))
+    with raises(ValueError, "PostLocalSGDOptimizer has no hooks", "inside"):
+        ddp.compress(its, local, "none")
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         python = DDP(nn.Linear(3, 3))
     with raises(ValueError, "python_reducer"):
