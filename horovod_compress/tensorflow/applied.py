@@ -169,6 +169,26 @@ class Repetitions:
                 )
 
 
+class Served:
+    """The steps of a compression, noted with a variable that it serves. Warns once where a third
+    one comes in a row, each for a single step: compressions that are made anew keep nothing."""
+
+    _NOTE = "_hvdc_served"
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self.steps = 0
+        before = getattr(variable, self._NOTE, None)
+        # Those that came before this one, in a row, and took a single step.
+        self._brief = before._brief + 1 if before is not None and before.steps == 1 else 0
+        setattr(variable, self._NOTE, self)
+        if self._brief == 2:
+            warn_once(
+                f"the gradients of {variable.name} come to another compression in each step, which "
+                "keeps nothing for the next one: what is not sent is lost. Make the compression "
+                "once, before the loop, and give it to each tape"
+            )
+
+
 class TellsOfIdling(tf.keras.callbacks.Callback):
     """Warns once where a compression has taken no step in an epoch, and the model's optimizer has
     another one, or none."""

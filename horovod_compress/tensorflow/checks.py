@@ -1,12 +1,11 @@
 """What compressions refuse in TensorFlow."""
 
-from typing import Any
-
-import tensorflow as tf
+from typing import Any, Iterable
 
 from ..adapters.binding import warn_once
 from ..compressors.base import Compressor
 from ..compressors.dense import dense_compressor
+from .horovod_internals import is_scaler
 
 ONE_PASS = "A tape's gradient is one pass, for which moments=minibatch is the same"
 
@@ -43,6 +42,17 @@ def tell_of_missing_gradients() -> None:
     )
 
 
+def tell_of_scaler(optimizers: Iterable[Any]) -> None:
+    """Warns once where a tape whose gradients come to a compression without grad_scaler may have a
+    scaled loss. optimizers: those of its function."""
+    if any(getattr(each, "dynamic", False) for each in filter(is_scaler, optimizers)):
+        warn_once(
+            "a LossScaleOptimizer is in reach of a tape, and its compression does not know: if the "
+            "tape's loss is scaled, what waits to be sent will not follow the scale. Give it, as "
+            "in hvdc.Compression.topk(grad_scaler=optimizer)"
+        )
+
+
 def check_elastic_scale(scaler: Any) -> None:
     if scaler.dynamic:
         raise ValueError(
@@ -54,7 +64,7 @@ def check_elastic_scale(scaler: Any) -> None:
 
 def check_scaler(scaler: Any) -> None:
     """TypeError for what is neither a LossScaleOptimizer nor None."""
-    if scaler is not None and not isinstance(scaler, tf.keras.mixed_precision.LossScaleOptimizer):
+    if scaler is not None and not is_scaler(scaler):
         raise TypeError(
             f"grad_scaler must be a tf.keras.mixed_precision.LossScaleOptimizer, not {scaler!r}"
         )

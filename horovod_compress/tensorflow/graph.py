@@ -11,8 +11,13 @@ from tensorflow.python.ops import control_flow_util
 
 from ..protocol.handshake import agree
 from ..protocol.requests import Collective
-from .applied import Unapplied, may_see_gradients
-from .checks import ONE_PASS, check_elastic_scale, tell_of_missing_gradients
+from .applied import Served, Unapplied, may_see_gradients
+from .checks import (
+    ONE_PASS,
+    check_elastic_scale,
+    tell_of_missing_gradients,
+    tell_of_scaler,
+)
 from .exchange import dtypes_of
 from .horovod_internals import (
     call_before,
@@ -33,7 +38,7 @@ from .operations import (
     read_and_clear,
     with_denormals,
 )
-from .optimizer import learning_rate_of, steps_of
+from .optimizer import learning_rate_of, optimizers_in_reach, steps_of
 from .running import RunningCompression
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
@@ -141,6 +146,9 @@ class GraphCompression(RunningCompression):
             (grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)
         ]
         variables = self._register(pairs)
+        first = next((source for _, source in pairs if isinstance(source, tf.Variable)), None)
+        if self._steps is None and first is not None:
+            self._steps = Served(first)
         if optimizer is not None:
             # Keras saves the function with which Horovod's optimizer reduces. All variables that
             # the function captures have to be the optimizer's.
@@ -199,6 +207,8 @@ class GraphCompression(RunningCompression):
     def _agreed_scaler(self) -> Any:
         """The loss scaler, if there is one: all ranks begin with the same scale."""
         scaler = self._grad_scaler or loss_scaler()
+        if scaler is None and self._served is None:
+            tell_of_scaler(optimizers_in_reach())
         if scaler is not None and self._elastic:
             check_elastic_scale(scaler)
         elif scaler is not None:

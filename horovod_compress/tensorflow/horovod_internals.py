@@ -49,11 +49,12 @@ def loss_scaler() -> Any:
     """The LossScaleOptimizer that scales the gradients which are being reduced: where it wraps
     Horovod's optimizer it is among the callers; else None. What it is given to apply it has
     unscaled already."""
-    return next(filter(_is_scaler, owners("compute_gradients", "_compute_gradients")), None)
+    return next(filter(is_scaler, owners("compute_gradients", "_compute_gradients")), None)
 
 
-def _is_scaler(owner: Any) -> bool:
-    return isinstance(owner, tf.keras.mixed_precision.LossScaleOptimizer)
+def is_scaler(value: Any) -> bool:
+    """Whether this is a LossScaleOptimizer."""
+    return isinstance(value, tf.keras.mixed_precision.LossScaleOptimizer)
 
 
 def _factor(process_set: Any, op: Any, prescale: float, postscale: float) -> float:
@@ -139,7 +140,7 @@ def reducing(
 def scaler_around(optimizer: Any) -> Any:
     """The LossScaleOptimizer that wraps this optimizer and is applying gradients; None where none
     is."""
-    return next((each for each in filter(_is_scaler, owners()) if each is not optimizer), None)
+    return next((each for each in filter(is_scaler, owners()) if each is not optimizer), None)
 
 
 def saved_by_keras() -> bool:

@@ -1,12 +1,12 @@
 """What a Keras optimizer does to gradients, and a compression does instead or must see."""
 
 import logging
-from typing import Any, Callable, Dict, Optional, Type
+from typing import Any, Callable, Dict, List, Optional, Type
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..adapters.binding import warn_once
+from ..adapters.binding import callers, warn_once
 from .horovod_internals import (
     change_class_below,
     class_below,
@@ -17,6 +17,8 @@ from .horovod_internals import (
 )
 
 _log = logging.getLogger("horovod_compress")
+# Packages whose functions have no optimizers of users in reach.
+_NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")
 SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 
 
@@ -43,6 +45,23 @@ def check(optimizer: Any) -> None:
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that a LossScaleOptimizer wraps; others as they are."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def optimizers_in_reach() -> List[Any]:
+    """The Keras optimizers that a user's function can name, of the nearest caller that has any:
+    among its variables, those around it, the attributes of `self`, and the globals that it
+    mentions."""
+    for frame in callers():
+        if str(frame.f_globals.get("__name__")).split(".")[0] in _NO_USERS:
+            continue
+        # A notebook's has all that was ever made.
+        known = {} if frame.f_locals is frame.f_globals else frame.f_locals
+        mentioned = (frame.f_globals.get(name) for name in frame.f_code.co_names)
+        attributes = getattr(known.get("self"), "__dict__", {})
+        found = list(filter(is_optimizer, [*known.values(), *mentioned, *attributes.values()]))
+        if found:
+            return found
+    return []
 
 
 def name_of(optimizer: Any) -> str:

@@ -1,13 +1,13 @@
 """What a compression's operations do while a graph runs."""
 
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..adapters.binding import warn_once
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
-from .applied import Repetitions, Unapplied
+from .applied import Repetitions, Served, Unapplied
 from .exchange import Message
 from .operations import Variable, first_values, squared_norm_of
 from .variables import VariableCompression
@@ -30,6 +30,8 @@ class RunningCompression(VariableCompression):
     def __init__(self, process_set: Any) -> None:
         super().__init__(process_set)
         self._repetitions = Repetitions()
+        # Once a variable is known.
+        self._steps: Optional[Served] = None
 
     def _begin(
         self,
@@ -60,6 +62,8 @@ class RunningCompression(VariableCompression):
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
         unapplied.check()
+        if self._steps is not None:
+            self._steps.steps += 1
         # It has a momentum where one was taken over.
         compressor: Any = self._compressor
         if (

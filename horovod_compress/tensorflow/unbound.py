@@ -4,11 +4,11 @@ gradients is traced."""
 import collections
 import itertools
 import weakref
-from typing import Any, Callable, Dict, Hashable, List, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Hashable, Optional, Tuple, Type
 
 import tensorflow as tf
 
-from ..adapters.binding import NotBoundError, Unbound, callers, is_elastic
+from ..adapters.binding import NotBoundError, Unbound, is_elastic
 from ..deprecated import by_name
 from .applied import refuse_unreduced
 from .checks import check_options, check_scaler
@@ -17,15 +17,11 @@ from .horovod_internals import (
     Reduction,
     compression_given_to,
     is_horovods,
-    is_optimizer,
     optimizer_under_construction,
     reduction_of,
     trace_under_way,
 )
-from .optimizer import before_applying, name_of, unwrapped
-
-# Packages whose functions have no optimizers of users in reach.
-_NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")
+from .optimizer import before_applying, name_of, optimizers_in_reach, unwrapped
 
 # Of each traced function, the compressions that it has made, and how many of each its present trace
 # has.
@@ -128,7 +124,8 @@ class UnboundCompression(Unbound):
         """The compression that serves the only optimizer which the nearest of the callers has in
         reach; where nothing depends on the optimizer, any. ValueError where it is needed, and there
         are none or several."""
-        found = _optimizers_in_reach() if self._depends else []
+        in_reach = map(unwrapped, optimizers_in_reach()) if self._depends else ()
+        found = list({id(optimizer): optimizer for optimizer in in_reach}.values())
         found = [
             optimizer for optimizer in found if compression_given_to(optimizer) is self
         ] or found
@@ -205,23 +202,3 @@ def one_in_all_traces(key: Hashable, make: Callable[[], Any]) -> Any:
     if place not in made:
         made[place] = make()
     return made[place]
-
-
-def _optimizers_in_reach() -> List[Any]:
-    """The Keras optimizers that a user's function can name, of the nearest caller that has any:
-    among its variables, those around it, the attributes of `self`, and the globals that it
-    mentions."""
-    for frame in callers():
-        if str(frame.f_globals.get("__name__")).split(".")[0] in _NO_USERS:
-            continue
-        # A notebook's has all that was ever made.
-        known = {} if frame.f_locals is frame.f_globals else frame.f_locals
-        mentioned = (frame.f_globals.get(name) for name in frame.f_code.co_names)
-        attributes = getattr(known.get("self"), "__dict__", {})
-        values = map(
-            unwrapped, filter(is_optimizer, [*known.values(), *mentioned, *attributes.values()])
-        )
-        found = list({id(optimizer): optimizer for optimizer in values}.values())
-        if found:
-            return found
-    return []

@@ -186,6 +186,25 @@ def gradients_that_are_added_up_are_warned_of():
 
 
 @case(2)
+def compressions_that_are_made_anew_are_warned_of():
+    """For each step, in eager code; not for each two."""
+    for steps in (1, 2):
+        variable, sgd = tf.Variable(tf.ones((40, 50)), name="v"), SGD["new"](0.1)
+        binding._warned.clear()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for i in range(3 * steps + 1):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variable)
+                if i % steps == 0:
+                    compression = hvdc.Compression.topk(ratio=0.1, min_numel=0)
+                tape = hvdt.DistributedGradientTape(tape, compression=compression)
+                sgd.apply_gradients(zip(tape.gradient(loss, [variable]), [variable]))
+        words = [each for each in told if "another compression in each step" in str(each.message)]
+        assert len(words) == (steps == 1), steps
+
+
+@case(2)
 def a_model_that_is_loaded_without_its_compression():
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

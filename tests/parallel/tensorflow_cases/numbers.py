@@ -12,6 +12,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import get_compressor, simulate
+from horovod_compress.adapters import binding
 from horovod_compress.tensorflow.exchange import GraphExchange
 
 from .training import SGD, assert_replicas_identical, exchanged, fit, model_of, told
@@ -163,6 +164,13 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
         GraphExchange(get_compressor("topk"), 0, 2, "label").begin(0, 2, 2.0**61)
     with raises(TypeError, "grad_scaler must be"):
         hvdc.Compression.topk(grad_scaler=4.0)
+    # One that does not know the scale.
+    binding._warned.clear()
+    compression = hvdc.Compression.topk(ratio=0.01)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        tf.function(step.python_function)(gradients[0][0]["Variable"])
+    assert ["LossScaleOptimizer is in reach" in str(each.message) for each in heard] == [True]
 
 
 @case(2)
