@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compressors import get_compressor
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
-from ..pytorch.optimizers import without_wrappers
+from ..pytorch.optimizers import in_grad_scaler, without_wrappers
 from ..pytorch.parameters import Slot, named, tensor_of
+from ..pytorch.sgd import warn_of_changed
 from .checks import check_model, check_optimizer, check_step, optimizers_of
 from .ranks import RanksBinding
 
@@ -100,6 +101,8 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         self._sent: List[_Sent] = []
         # Of this step's buckets: their futures, and what those will hold.
         self._futures: List[Tuple[torch.futures.Future, torch.Tensor]] = []
+        # Of the smallest parameter whose momentum is taken over: its last result.
+        self._result: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
         # Parameters that backward passes have reached since the last exchange. None where DDP
         # expects all to be reached.
         self._reached: Optional[Set[int]] = None
@@ -209,6 +212,9 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             # what is rolled back where another one has skipped its step, and comes again.
             for _, buffer in self._futures:
                 buffer.fill_(float("nan"))
+        covered = [each for each in self._sent if self._takeover.covers(each.slot.param)]
+        smallest = min(covered, key=lambda each: each.view.numel(), default=None)
+        self._result = smallest and (smallest.slot.param, smallest.view.clone())
         self._step.take(Event.ARRIVE)
         # A rank that has joined takes part in the others' steps, outside of a backward pass.
         in_backward = torch._C._current_graph_task_id() != -1
@@ -256,6 +262,15 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
+
+    def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
+        param, result = self._result or (None, None)
+        # A GradScaler takes its scale off.
+        known = self._grad_scaler is None and self._exchange.succeeded
+        grad = param.grad if param is not None and known else None
+        if grad is not None and not torch.equal(grad, result) and not in_grad_scaler():
+            warn_of_changed(str(self._compressor.id), "backward()")
+        super()._before_use(optimizer)
 
     def _leave_unused(self) -> None:
         if self._step.is_unused and self._exchange.succeeded:

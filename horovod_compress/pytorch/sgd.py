@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Set
 
 import torch
 
-from ..adapters.binding import DECAYED, LOOK, momentum_of
+from ..adapters.binding import DECAYED, LOOK, momentum_of, warn_once
 from .optimizers import own_class, skips
 
 
@@ -31,6 +31,16 @@ def can_take_over(optimizer: Any) -> bool:
 def _steps_as_sgd(optimizer: torch.optim.SGD) -> bool:
     cls: Any = own_class(optimizer)
     return inspect.unwrap(cls.step) is inspect.unwrap(torch.optim.SGD.step)
+
+
+def warn_of_changed(algorithm: str, since: str) -> None:
+    """Warns of gradients that hold a momentum, and were changed since `since` called by name."""
+    warn_once(
+        f"gradients were changed between {since} and the step. {algorithm} has taken over SGD's "
+        "momentum, and they hold it then: with a momentum m norms are up to 1/(1 - m) times as "
+        "large as those that clip_grad_norm_ sees otherwise. Clip with clip_norm=…, or make the "
+        "compression with momentum=0"
+    )
 
 
 class SGDTakeover:

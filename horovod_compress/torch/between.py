@@ -7,7 +7,7 @@ import torch
 
 from ..adapters.binding import warn_once
 from ..pytorch.parameters import is_sparse
-from ..pytorch.sgd import SGDTakeover
+from ..pytorch.sgd import SGDTakeover, warn_of_changed
 from . import horovod_internals
 
 
@@ -32,13 +32,7 @@ class Watch:
             return
         grad = self._param.grad
         if grad is not None and not is_sparse(grad) and grad._version != self._versions[1]:
-            warn_once(
-                "gradients were changed between optimizer.synchronize() and the step. "
-                f"{algorithm} has taken over SGD's momentum, and they hold it then: with a "
-                "momentum m norms are up to 1/(1 - m) times as large as those that "
-                "clip_grad_norm_ sees otherwise. Clip with clip_norm=…, or make the compression "
-                "with momentum=0"
-            )
+            warn_of_changed(algorithm, "optimizer.synchronize()")
 
     def before_discard(self) -> None:
         """Warns where results moved parameters without a step; not at once, for SAM does so."""

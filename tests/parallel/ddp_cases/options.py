@@ -1,7 +1,9 @@
 """What DDP, its optimizers and PyTorch offer goes on working."""
 
 import contextlib
+import itertools
 import pickle
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from horovod_compress import ddp
+from horovod_compress.adapters import binding
 from horovod_compress.adapters.binding import NotBoundError
 
 from .told import Holder, assert_nothing_lost, told
@@ -281,6 +284,24 @@ def gradients_that_are_clipped_after_the_exchange():
             optimizer.step()
         found.append(model)
     assert_close(*found)
+
+
+@case(2)
+def clipping_of_momentum_is_warned_of():
+    for limit, view in itertools.product((None, 0.001), (False, True)):
+        model, optimizer, _ = wrapped("dgc", None, {"gradient_as_bucket_view": view})
+        binding._warned.clear()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for x, y in batches(3):
+                optimizer.zero_grad()
+                backward(model, x, y)
+                if limit:
+                    nn.utils.clip_grad_norm_(model.parameters(), limit)
+                optimizer.step()
+        words = [str(each.message) for each in told]
+        clipping = [each for each in words if "between backward() and the step" in each]
+        assert len(clipping) == bool(limit), (limit, view, words)
 
 
 @case(2)
