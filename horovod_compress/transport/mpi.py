@@ -7,6 +7,7 @@ import zlib
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
+from horovod.common.exceptions import HorovodInternalError
 
 from ..protocol.handshake import STALLED, MismatchError
 from .base import ProcessSetRanks, Transport
@@ -15,6 +16,10 @@ _Key = Tuple[str, str]  # operation, name
 # Bytes from which an array is reduced in place; smaller ones are joined.
 _ALONE = 2**20
 _MOST = 2**31 - 1  # bytes of one MPI operation
+_SHUT_DOWN = (
+    "Horovod has been shut down, and MPI with it: another rank has ended, or has failed. Look for "
+    "the first traceback"
+)
 
 
 # A process set's ranks are asked for, because they may change.
@@ -229,9 +234,14 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
 
 def _until(test: Callable[[], Any], said: str) -> Any:
     """Calls `test` until what it returns is true, and returns that; sleeps in between, and warns
-    after a minute of what is said."""
+    after a minute of what is said. HorovodInternalError where Horovod has ended MPI."""
+    from mpi4py import MPI
+
     since, warned = time.monotonic(), False
     while True:
+        # Horovod ends MPI in a thread of its own when another rank has ended.
+        if MPI.Is_finalized():
+            raise HorovodInternalError(_SHUT_DOWN)
         result = test()
         if result:
             return result
