@@ -93,15 +93,24 @@ class Transport(ABC):
 
 class ProcessSetRanks:
     """rank and size in a Horovod process set, the one that hvd.DistributedOptimizer has too, as it
-    is now."""
+    is now; after hvd.shutdown(), when states are still saved, as they were."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
+        self._known: Dict[str, int] = {}
 
     @property
     def rank(self) -> int:
-        return self._process_set.rank()
+        return self._asked("rank")
 
     @property
     def size(self) -> int:
-        return self._process_set.size()
+        return self._asked("size")
+
+    def _asked(self, what: str) -> int:
+        try:
+            self._known[what] = getattr(self._process_set, what)()
+        except ValueError:  # Horovod has been shut down.
+            if what not in self._known:
+                raise
+        return self._known[what]
