@@ -3,16 +3,12 @@
 import subprocess
 import sys
 import textwrap
-import types
 
 import pytest
 
 pytest.importorskip("horovod.torch")
 
-from horovod.common.exceptions import HorovodInternalError
-
 from horovod_compress.transport.base import ProcessSetRanks
-from horovod_compress.transport.mpi import _until
 
 
 def test_the_thread_that_polls_counts_ends_before_python():
@@ -54,11 +50,3 @@ def test_ranks_are_known_after_shutdown():
     assert ranks.rank == 1
     with pytest.raises(ValueError, match="not been initialized"):
         _ = ProcessSetRanks(ProcessSet()).rank
-
-
-def test_a_wait_over_mpi_ends_with_mpi(monkeypatch):
-    # Horovod ends it where another rank has ended; a call of MPI's then ends the process.
-    mpi = types.SimpleNamespace(Is_finalized=lambda: True)
-    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
-    with pytest.raises(HorovodInternalError, match="another rank has ended"):
-        _until(pytest.fail, "")
