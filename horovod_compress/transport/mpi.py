@@ -7,7 +7,6 @@ import zlib
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
-from horovod.common.exceptions import HorovodInternalError
 
 from ..protocol.handshake import STALLED, MismatchError
 from .base import ProcessSetRanks, Transport
@@ -235,6 +234,7 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
 def _until(test: Callable[[], Any], said: str) -> Any:
     """Calls `test` until what it returns is true, and returns that; sleeps in between, and warns
     after a minute of what is said. HorovodInternalError where Horovod has ended MPI."""
+    from horovod.common.exceptions import HorovodInternalError
     from mpi4py import MPI
 
     since, warned = time.monotonic(), False
