@@ -334,15 +334,3 @@ def ends_after_fewer_steps():
         time.sleep(0.01)
     # What waits on the other rank has been enqueued a while ago then.
     time.sleep(0.5)
-
-
-@case()
-def ends_while_the_other_waits_over_mpi():
-    """By name: Horovod, which shuts down with the process of rank 1, ends MPI on the other rank."""
-    model = model_of()
-    optimizer = hvdc.DecentralizedOptimizer(
-        sgd(model), model.named_parameters(), compression="qsgd:bits=4,norm=max,transport=mpi"
-    )
-    train(model, optimizer, batches(3))
-    if hvd.rank() == 0:
-        train(model, optimizer, batches(10))
