@@ -212,9 +212,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             # what is rolled back where another one has skipped its step, and comes again.
             for _, buffer in self._futures:
                 buffer.fill_(float("nan"))
-        covered = [each for each in self._sent if self._takeover.covers(each.slot.param)]
-        smallest = min(covered, key=lambda each: each.view.numel(), default=None)
-        self._result = smallest and (smallest.slot.param, smallest.view.clone())
+        self._note_result()
         self._step.take(Event.ARRIVE)
         # A rank that has joined takes part in the others' steps, outside of a backward pass.
         in_backward = torch._C._current_graph_task_id() != -1
@@ -263,13 +261,23 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
 
+    def _note_result(self) -> None:
+        """Keeps what tells later whether gradients with a momentum were changed. A GradScaler takes
+        its scale off them."""
+        self._result = None
+        if not self._takeover.variants or self._grad_scaler or not self._exchange.succeeded:
+            return
+        covered = [each for each in self._sent if self._takeover.covers(each.slot.param)]
+        if covered:
+            smallest = min(covered, key=lambda each: each.view.numel())
+            self._result = smallest.slot.param, smallest.view.clone()
+
     def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
-        param, result = self._result or (None, None)
-        # A GradScaler takes its scale off.
-        known = self._grad_scaler is None and self._exchange.succeeded
-        grad = param.grad if param is not None and known else None
-        if grad is not None and not torch.equal(grad, result) and not in_grad_scaler():
-            warn_of_changed(str(self._compressor.id), "backward()")
+        if self._result is not None:
+            param, result = self._result
+            changed = param.grad is not None and not torch.equal(param.grad, result)
+            if changed and not in_grad_scaler():
+                warn_of_changed(str(self._compressor.id), "backward()")
         super()._before_use(optimizer)
 
     def _leave_unused(self) -> None:

@@ -34,7 +34,8 @@ def _steps_as_sgd(optimizer: torch.optim.SGD) -> bool:
 
 
 def warn_of_changed(algorithm: str, since: str) -> None:
-    """Warns of gradients that hold a momentum, and were changed since `since` called by name."""
+    """Warns that gradients were changed while they hold a momentum. since: the call that brought
+    them, as users write it."""
     warn_once(
         f"gradients were changed between {since} and the step. {algorithm} has taken over SGD's "
         "momentum, and they hold it then: with a momentum m norms are up to 1/(1 - m) times as "

@@ -176,10 +176,10 @@ class Served:
     _NOTE = "_hvdc_served"
 
     def __init__(self, variable: tf.Variable) -> None:
-        self.steps = 0
+        self._steps = 0
         before = getattr(variable, self._NOTE, None)
         # Those that came before this one, in a row, and took a single step.
-        self._brief = before._brief + 1 if before is not None and before.steps == 1 else 0
+        self._brief = before._brief + 1 if before is not None and before._steps == 1 else 0
         setattr(variable, self._NOTE, self)
         if self._brief == 2:
             warn_once(
@@ -187,6 +187,9 @@ class Served:
                 "keeps nothing for the next one: what is not sent is lost. Make the compression "
                 "once, before the loop, and give it to each tape"
             )
+
+    def step_begins(self) -> None:
+        self._steps += 1
 
 
 class TellsOfIdling(tf.keras.callbacks.Callback):

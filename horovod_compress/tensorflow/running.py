@@ -63,7 +63,7 @@ class RunningCompression(VariableCompression):
             )
         unapplied.check()
         if self._steps is not None:
-            self._steps.steps += 1
+            self._steps.step_begins()
         # It has a momentum where one was taken over.
         compressor: Any = self._compressor
         if (

@@ -289,7 +289,7 @@ def gradients_that_are_clipped_after_the_exchange():
 @case(2)
 def clipping_of_momentum_is_warned_of():
     for limit, view in itertools.product((None, 0.001), (False, True)):
-        model, optimizer, _ = wrapped("dgc", None, {"gradient_as_bucket_view": view})
+        model, optimizer, compression = wrapped("dgc", None, {"gradient_as_bucket_view": view})
         binding._warned.clear()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -299,6 +299,8 @@ def clipping_of_momentum_is_warned_of():
                 if limit:
                     nn.utils.clip_grad_norm_(model.parameters(), limit)
                 optimizer.step()
+            compression.switch("none")
+            train(model, optimizer, batches(1))
         words = [str(each.message) for each in told]
         clipping = [each for each in words if "between backward() and the step" in each]
         assert len(clipping) == bool(limit), (limit, view, words)
