@@ -167,6 +167,8 @@ class BoundCompression(OptimizerCompression, TorchBinding):
 
     # -- Horovod's interface
 
+    # A compiled step is left here, and entered again behind it.
+    @torch.compiler.disable
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a
         context."""

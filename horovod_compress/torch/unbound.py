@@ -52,6 +52,8 @@ class UnboundCompression(Unbound):
                 torch.compiler.disable(self._before_forward)
             )
 
+    # A compiled step is left here, and entered again behind it.
+    @torch.compiler.disable
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with the first gradient of an optimizer. That has its own compression
         from then on."""
