@@ -92,6 +92,27 @@ shapes = st.one_of(
 
 
 @st.composite
+def jobs(draw, numbers_of_ranks):
+    """(shapes by name, gradients[step][rank]); now and then some are not finite, but in the last
+    step."""
+    named = {name: draw(shapes) for name in draw(st.permutations(["a", "b.weight", "c"]))}
+    ranks, rng = draw(numbers_of_ranks), np.random.default_rng(draw(st.integers(0, 2**32)))
+    steps = [
+        [
+            {n: rng.standard_normal(s).astype(np.float32) for n, s in named.items()}
+            for _ in range(ranks)
+        ]
+        for _ in range(draw(st.integers(1, 5)))
+    ]
+    for step in steps[:-1]:
+        if draw(st.integers(0, 3)) == 0:
+            draw(st.sampled_from(step))[draw(st.sampled_from(sorted(named)))].flat[0] = draw(
+                st.sampled_from([np.nan, np.inf])
+            )
+    return named, steps
+
+
+@st.composite
 def any_gradients(draw, max_ranks=4):
     """gradients[step][rank][name]: values over 12 orders of magnitude, zeros among them."""
     steps, ranks = draw(st.integers(1, 6)), draw(st.integers(1, max_ranks))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import ranks_of, shapes
+from ranks import jobs, ranks_of
 from tiers import examples
 
 import horovod_compress as hc
@@ -22,26 +22,7 @@ from horovod_compress.transport.loopback import Loopback
 
 SPLIT = "topk:min_numel=0,ratio=0.05,exchange=split"
 W = {"w": (60, 50)}
-
-
-@st.composite
-def jobs(draw):
-    """(shapes by name, gradients[step][rank]) of 2 to 9 ranks; now and then some are not finite."""
-    named = {name: draw(shapes) for name in draw(st.permutations(["a", "b.weight", "c"]))}
-    ranks, rng = draw(st.integers(2, 9)), np.random.default_rng(draw(st.integers(0, 2**32)))
-    steps = [
-        [
-            {n: rng.standard_normal(s).astype(np.float32) for n, s in named.items()}
-            for _ in range(ranks)
-        ]
-        for _ in range(draw(st.integers(1, 5)))
-    ]
-    for step in steps[:-1]:
-        if draw(st.integers(0, 3)) == 0:
-            draw(st.sampled_from(step))[draw(st.sampled_from(sorted(named)))].flat[0] = draw(
-                st.sampled_from([np.nan, np.inf])
-            )
-    return named, steps
+JOBS = jobs(st.integers(2, 9))
 
 
 # -- regions
@@ -96,7 +77,7 @@ def test_quotas_add_up_to_what_is_to_be_accepted(tensors, ranks, accept):
 
 
 @examples(60)
-@given(jobs(), st.sampled_from(["topk", "dgc"]), st.sampled_from([0.01, 0.05, 0.15]))
+@given(JOBS, st.sampled_from(["topk", "dgc"]), st.sampled_from([0.01, 0.05, 0.15]))
 def test_with_all_accepted_results_are_those_of_the_allgather_bit_for_bit(job, id, ratio):
     named, steps = job
     ranks = len(steps[0])
@@ -132,7 +113,7 @@ def brings_more(id, ratio, shape, payloads):
 
 @examples(60)
 @given(
-    jobs(),
+    JOBS,
     st.sampled_from(["fp32", "fp16", "bf16", "power", "2bit", "sign"]),
     st.sampled_from(["auto", 1, 1.7]),
 )
@@ -163,7 +144,7 @@ def all_finite(mean):
 
 
 @examples(40)
-@given(jobs(), st.sampled_from(["fp32", "fp16", "power"]), st.integers(0, 8))
+@given(JOBS, st.sampled_from(["fp32", "fp16", "power"]), st.integers(0, 8))
 def test_a_step_that_is_not_finite_is_undone_on_all_ranks_bit_for_bit(job, values, at):
     named, steps = job
     exchanges = make_ranks(
