@@ -1,15 +1,24 @@
 """The exchange: transactions, not-finite gradients, abandoned steps, state, statistics, and ranks
 in threads."""
 
+import copy
 import gc
 import math
-import threading
 import tracemalloc
 import weakref
 
 import numpy as np
 import pytest
-from ranks import SHAPES, assert_same, copy_of, discardable, gradients, ranks_of, rescale
+from ranks import (
+    SHAPES,
+    assert_same,
+    copy_of,
+    discardable,
+    gradients,
+    on_all_ranks,
+    ranks_of,
+    rescale,
+)
 
 import horovod_compress as hc
 from horovod_compress import kernels
@@ -372,22 +381,6 @@ def test_loopback_says_who_is_missing_or_twice():
     assert wait().tolist() == [0, 0, 0, 1, 1]
 
 
-class Meeting(Loopback):
-    """Loopback for ranks in threads: a result waits until everybody is there."""
-
-    def allgather(self, name, payload):
-        wait = super().allgather(name, payload)
-
-        def patient():
-            BARRIER.wait(timeout=600)
-            return wait()
-
-        return patient
-
-
-BARRIER = threading.Barrier(3)
-
-
 def test_handshake_names_the_first_difference_on_every_rank():
     base = {
         "options": {"id": "dgc", "ratio": 0.1, "decay": 0},
@@ -401,25 +394,17 @@ def test_handshake_names_the_first_difference_on_every_rank():
         (lambda d: d.update(tensors=dict(reversed(d["tensors"].items()))), None),
         (lambda d: d["options"].update(decay=0.0), None),
     ):
-        errors = [None] * 3
-        board = {}
 
-        def rank_of(rank):
-            description = {
-                **base,
-                "options": dict(base["options"]),
-                "tensors": {k: dict(v) for k, v in base["tensors"].items()},
-            }
+        def rank_of(rank, transport):
+            description = copy.deepcopy(base)
             if rank == 2:
                 change(description)
             try:
-                agree(Meeting(rank, 3, board), "hvdc", description)
+                agree(transport, "hvdc", description)
             except hc.MismatchError as error:
-                errors[rank] = error
+                return error
 
-        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(3)]
-        [t.start() for t in threads]
-        [t.join(60) for t in threads]
+        errors = on_all_ranks(rank_of, range(3))
         if words is None:
             assert errors == [None] * 3
         else:
