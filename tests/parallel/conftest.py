@@ -1,14 +1,11 @@
 """Jobs of ranks that several tests ask for, and two hosts that one machine plays."""
 
 import contextlib
-import importlib.util
-import pathlib
 
 import elastic_jobs
 import pytest
+import two_hosts as program
 from jobs import launch
-
-TWO_HOSTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "two_hosts.py"
 
 
 @pytest.fixture(scope="session")
@@ -53,9 +50,6 @@ def job(request, _outcomes, tmp_path_factory):
 def two_hosts():
     """two_hosts(rate, delay): two hosts for as long as the context is open, where a machine can
     play them."""
-    spec = importlib.util.spec_from_file_location("two_hosts", TWO_HOSTS)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
 
     @contextlib.contextmanager
     def joined(rate="none", delay=0.0):

@@ -1,13 +1,15 @@
 """The benchmark of convergence, on its smallest task."""
 
-import importlib
 import json
 import pathlib
 import subprocess
 import sys
 
+import convergence
 import pytest
+import results
 import torch
+from tasks import TASKS
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
 
@@ -74,10 +76,8 @@ def test_the_table_has_every_run(trained):
     assert shown["0.bias"] == [1, 1, 4, 1] and min(shown["7.weight"]) > 10, shown
 
 
-def test_where_runs_end_are_points(trained, monkeypatch):
+def test_where_runs_end_are_points(trained):
     """Of one seed each, against the optimizer's own none."""
-    monkeypatch.syspath_prepend(BENCHMARK.parents[1] / "scripts")
-    results = importlib.import_module("results")
     points = results.read_points(trained[0].with_name("points.jsonl"))
     assert [point["at"]["run"] for point in points] == RUNS
     assert all(point["seeds"] == [0] and point["at"]["steps"] == 100 for point in points)
@@ -115,17 +115,13 @@ def test_a_rank_alone_has_its_part_of_each_batch_and_sends_nothing(trained):
         ("updates/dgc:momentum=0.9", "dgc: momentum has no meaning where updates are compressed"),
     ],
 )
-def test_mistakes_are_named(monkeypatch, run, words):
-    monkeypatch.syspath_prepend(BENCHMARK.parent)
-    convergence = importlib.import_module("convergence")
+def test_mistakes_are_named(run, words):
     with pytest.raises((SystemExit, ValueError), match=words):
         convergence.train("digits", run, seed=0, ranks=2, real=False, steps=1, local_size=1)
 
 
-def test_too_few_samples_for_a_batch_are_refused(monkeypatch):
+def test_too_few_samples_for_a_batch_are_refused():
     """They would be waited for without end."""
-    monkeypatch.syspath_prepend(BENCHMARK.parent)
-    tasks = importlib.import_module("tasks").TASKS
     few = [torch.zeros(63, 1), torch.zeros(63)]
     with pytest.raises(ValueError, match="a batch has 64 samples, and the data only 63"):
-        next(tasks["digits"].batches({"train": few}, seed=0))
+        next(TASKS["digits"].batches({"train": few}, seed=0))

@@ -5,12 +5,12 @@ The job itself: tests/parallel/test_demo_run.py.
 """
 
 import argparse
-import importlib.util
 import io
 import pathlib
 import subprocess
 import sys
 
+import demo
 import pytest
 
 pytest.importorskip("rich", reason="the demo shows its progress with rich")
@@ -18,9 +18,6 @@ pytest.importorskip("rich", reason="the demo shows its progress with rich")
 from rich.console import Console
 
 SCRIPTS = pathlib.Path(__file__).parent.parent.parent / "scripts"
-_spec = importlib.util.spec_from_file_location("demo", SCRIPTS / "demo.py")
-demo = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(demo)
 
 
 @pytest.mark.parametrize(

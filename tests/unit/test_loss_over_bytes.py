@@ -1,24 +1,19 @@
 """What benchmarks/loss_over_bytes.py trains next, and what bytes_figure.py makes of it."""
 
-import importlib
 import json
 import math
 import pathlib
 import subprocess
 import sys
 
+import networks
 import pytest
+import results
 import torch
+from loss_over_bytes import Plan
+from tasks import TASKS
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """Imports a benchmark."""
-    monkeypatch.syspath_prepend(BENCHMARKS.parent / "scripts")
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 def finished(plan, loss):
@@ -30,11 +25,10 @@ def finished(plan, loss):
     return done
 
 
-def test_grids_come_before_seeds_and_go_on_where_the_best_is_at_their_end(benchmark):
-    module = benchmark("loss_over_bytes")
+def test_grids_come_before_seeds_and_go_on_where_the_best_is_at_their_end():
     best = {0: 0.004, 1: 0.016, 2: 0.0001}
     done = finished(
-        module.Plan(["adam/none", "adam/fp16", "signs/demo"], seeds=3),
+        Plan(["adam/none", "adam/fp16", "signs/demo"], seeds=3),
         lambda job: abs(math.log(job.rate / best[job.index])),
     )
     of = {run: [its[1:] for its in done if its[0] == run] for run, *_ in done}
@@ -45,19 +39,17 @@ def test_grids_come_before_seeds_and_go_on_where_the_best_is_at_their_end(benchm
     assert [seed for *_, seed in done] == [0] * 13 + [1] * 3 + [2] * 3
 
 
-def test_a_rate_that_diverges_is_the_worst(benchmark):
-    module = benchmark("loss_over_bytes")
+def test_a_rate_that_diverges_is_the_worst():
     loss = {0.002: 2.0}
-    done = finished(module.Plan(["adam/none"], 2), lambda job: loss.get(job.rate, math.nan))
+    done = finished(Plan(["adam/none"], 2), lambda job: loss.get(job.rate, math.nan))
     assert done[3:] == [("adam/none", 0.001, 0), ("adam/none", 0.002, 1)]
 
 
-def test_muon_has_the_matrices_of_hidden_layers_and_adamw_the_rest(benchmark):
-    tasks, networks = benchmark("tasks"), benchmark("networks")
+def test_muon_has_the_matrices_of_hidden_layers_and_adamw_the_rest():
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this PyTorch has no Muon")
     model = networks.Transformer(8, width=8, layers=2, bias=False)
-    optimizer = tasks.TASKS["decoder"].optimizer("muon", model.named_parameters(), 2)
+    optimizer = TASKS["decoder"].optimizer("muon", model.named_parameters(), 2)
     hidden, rest = ([p for p in g["params"]] for g in optimizer.param_groups)
     assert len(hidden) == 2 * 4 and len(hidden) + len(rest) == len(list(model.parameters()))
     for param in model.parameters():
@@ -67,7 +59,7 @@ def test_muon_has_the_matrices_of_hidden_layers_and_adamw_the_rest(benchmark):
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters()))
 
 
-def test_points_have_the_best_rate_and_what_it_is_compared_with(benchmark, tmp_path):
+def test_points_have_the_best_rate_and_what_it_is_compared_with(tmp_path):
     rows = [
         {
             "run": run.format(rate),
@@ -88,7 +80,7 @@ def test_points_have_the_best_rate_and_what_it_is_compared_with(benchmark, tmp_p
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = [BENCHMARKS / "bytes_figure.py", file, "--points", points]
     subprocess.run([sys.executable, *made, "--plot", tmp_path / "figure.png"], check=True)
-    read = benchmark("results").read_points(points)
+    read = results.read_points(points)
     found = [(point["at"]["ranks"], point["at"]["run"]) for point in read]
     assert found == [(2, "none")] * 3 + [(4, "none")] * 3 + [(4, "fp16")] * 3
     fp16 = read[6]

@@ -3,11 +3,11 @@ and it recommends one compression a situation."""
 
 import contextlib
 import doctest
-import importlib.util
 import io
 import pathlib
 import re
 
+import pages
 import pytest
 
 import horovod_compress as hc
@@ -18,9 +18,6 @@ from horovod_compress.engine import simulate as simulation
 from horovod_compress.tools.cli import main
 
 ROOT = pathlib.Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("pages", ROOT / "scripts" / "pages.py")
-pages = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pages)
 
 
 @pytest.mark.parametrize("path", pages.PAGES)

@@ -1,16 +1,13 @@
 """What editors and type checkers know of `Compression`."""
 
-import importlib.util
 import pathlib
 import subprocess
 import sys
 
 import pytest
+import stubs
 
 ROOT = pathlib.Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("stubs", ROOT / "scripts" / "stubs.py")
-stubs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stubs)
 
 # A line that has to be refused says so: mypy complains of one that is not.
 USER = """# mypy: warn-unused-ignores
