@@ -215,13 +215,9 @@ class BoundCompression(GraphCompression):
         MismatchError where ranks are not at the same step.
         """
         state = {**self._exchange.state_dict(), "lives_on": self._lives_on}
-        if portable:
-            return (
-                checkpoint.portable(state, self._transport, self._label)
-                if self._active
-                else {**state, "rank": None}
-            )
-        return state
+        if portable and self._active:
+            return checkpoint.portable(state, self._transport, self._label)
+        return {**state, "rank": None} if portable else state
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Continues from what `state_dict` has returned, of the same model: bit for bit from this
