@@ -9,12 +9,12 @@ from typing import Dict, Tuple, Union
 import numpy as np
 
 from .. import kernels
+from ..kernels.reference.sparse import VALUE_BITS
 from .base import Step, Traits
 from .options import Auto, Count, Number, OneOf, option
 from .powersgd import matrix_of
 from .selective import SelectiveCompressor
 from .state import LOCAL, Rollback, State
-from .topk import VALUE_BITS
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -9,12 +9,12 @@ from typing import Optional, Tuple, Union
 import numpy as np
 
 from .. import kernels
+from ..kernels.reference.sparse import VALUE_BITS
 from .base import Asking, Encoding, Step, Traits
 from .options import Auto, Count, Number, OneOf, option
 from .selective import GatheringCompressor
 from .state import LOCAL, Rollback, State
 
-VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
 # One in so many elements is the largest share that min_k makes a tensor send.
 _MIN_SHARE = 32
 

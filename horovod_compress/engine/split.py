@@ -25,6 +25,7 @@ from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
 from ..kernels import Encoded, new_body
 from ..kernels.reference.dense import TOO_LARGE
+from ..kernels.reference.sparse import HEAD, SCALES
 from ..protocol import wire
 from ..protocol.machine import Machine
 from ..protocol.requests import Allgather, Alltoall, Arrived, Collective, Joint, Lengths, Payload
@@ -32,9 +33,6 @@ from ..protocol.requests import Allgather, Alltoall, Arrived, Collective, Joint,
 _LENGTH = struct.Struct("<I")
 # In place of a length: the rest is what an owner says of the entries that it was sent.
 _REFUSED = 2**32 - 1
-# Bytes of a sparse body before its scales.
-_HEAD = 6
-_SCALE_BYTES = {"sign": 4, "power": 4, "2bit": 16}
 _NOT_FINITE = np.empty(0, np.uint8)
 _NONE_LEFT = np.empty(0, np.uint32), np.empty(0, np.float32)
 
@@ -344,9 +342,8 @@ def _bodies_by_owner(
                 indices, values = entries[tensor]
                 low, high = np.searchsorted(indices, [first, last])
                 cut = indices[low:high] - np.uint32(first)
-                scales = payload.body[_HEAD : _HEAD + _SCALE_BYTES.get(its.split.values, 0)].view(
-                    "<f4"
-                )
+                count = SCALES.get(its.split.values, 0)
+                scales = payload.body[HEAD.size :][: 4 * count].view("<f4")
                 bodies.append(
                     kernel.encode_sparse(
                         cut, values[low:high], kind=its.split.values, scales=scales.tolist()

@@ -13,10 +13,10 @@ import numpy as np
 from ..encoded import Encoded, new_body
 from .dense import Float, scatter_add
 
-_HEAD = struct.Struct("<IBB")  # count, kind, Rice parameter
+HEAD = struct.Struct("<IBB")  # count, kind, Rice parameter
 _KINDS = ("fp32", "fp16", "bf16", "sign", "power", "2bit")
-_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "sign": 1, "power": 4, "2bit": 2}
-_SCALES = {"sign": 1, "power": 1, "2bit": 4}
+VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "power": 4, "2bit": 2, "sign": 1}
+SCALES = {"sign": 1, "power": 1, "2bit": 4}
 _MAX_RICE = 31
 
 
@@ -34,10 +34,10 @@ def encode_sparse(
     r = int(np.argmin(costs))
     high = np.zeros(int((gaps >> r).sum()) + len(gaps), bool)
     high[np.cumsum((gaps >> r) + 1) - 1] = True
-    if len(scales) != _SCALES.get(kind, 0):
-        raise ValueError(f"values of kind {kind} have {_SCALES.get(kind, 0)} scales")
+    if len(scales) != SCALES.get(kind, 0):
+        raise ValueError(f"values of kind {kind} have {SCALES.get(kind, 0)} scales")
     body = new_body(
-        _HEAD.pack(len(indices), _KINDS.index(kind), r),
+        HEAD.pack(len(indices), _KINDS.index(kind), r),
         np.array(scales, np.float32),
         store(values, kind, scales),
         _pack_bits(gaps[:, None] >> np.arange(r) & 1),
@@ -49,9 +49,9 @@ def encode_sparse(
 def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarray]:
     """The inverse of encode_sparse: (indices, values). Raises ValueError for a body that is not,
     down to the last bit, entries of a tensor of `numel` elements."""
-    if len(body) < _HEAD.size:
+    if len(body) < HEAD.size:
         raise ValueError("cut off in the head of its entries")
-    count, kind, r = _HEAD.unpack_from(body.data)
+    count, kind, r = HEAD.unpack_from(body.data)
     if count > numel:
         raise ValueError("more entries than the tensor has elements")
     if kind >= len(_KINDS):
@@ -59,11 +59,11 @@ def decode_sparse(body: np.ndarray, *, numel: int) -> Tuple[np.ndarray, np.ndarr
     if r > _MAX_RICE:
         raise ValueError("Rice parameter out of range")
     kind = _KINDS[kind]
-    at, bits = _HEAD.size + 4 * _SCALES.get(kind, 0), count * _BITS[kind]
+    at, bits = HEAD.size + 4 * SCALES.get(kind, 0), count * VALUE_BITS[kind]
     end = at + (bits + 7) // 8
     if len(body) < end:
         raise ValueError("shorter than its values")
-    scales = np.frombuffer(body[_HEAD.size : at].tobytes(), "<f4")
+    scales = np.frombuffer(body[HEAD.size : at].tobytes(), "<f4")
     if not np.isfinite(scales).all():
         raise ValueError("scale not finite")
     if bits % 8 and body[end - 1] >> bits % 8:
