@@ -183,6 +183,10 @@ class UpdatingOptimizer(OptimizerAround):
 
     # -- saved and loaded
 
+    def _momenta(self) -> Dict[str, torch.Tensor]:
+        """Those of the outer optimizer, by parameter; none without one."""
+        return {each.name: each.momentum for each in self._parameters if each.momentum is not None}
+
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """The optimizer's state_dict and, under "updates", what is not sent yet, the outer
         momentum, and between exchanges the shared parameters: one file a rank. Within
@@ -199,11 +203,7 @@ class UpdatingOptimizer(OptimizerAround):
             "compression": self.compression.state_dict(portable),
             "local_steps": local_steps,
             "shared": {each.name: each.shared.clone() for each in self._parameters if local_steps},
-            "momentum": {
-                each.name: each.momentum.clone()
-                for each in self._parameters
-                if each.momentum is not None
-            },
+            "momentum": {name: its.clone() for name, its in self._momenta().items()},
         }
         return {**self._optimizer.state_dict(), "updates": kept}
 
@@ -233,11 +233,10 @@ class UpdatingOptimizer(OptimizerAround):
             {key: value for key, value in state_dict.items() if key != "updates"}
         )
         self.local_steps = kept["local_steps"] if kept is not None else 0
-        for each in self._parameters if kept is not None else ():
-            if self.local_steps:
-                each.shared.copy_(kept["shared"][each.name])
-            if each.momentum is not None:
-                each.momentum.copy_(kept["momentum"][each.name])
+        for each in self._parameters if self.local_steps else ():
+            each.shared.copy_(kept["shared"][each.name])
+        for name, momentum in self._momenta().items() if kept is not None else ():
+            momentum.copy_(kept["momentum"][name])
         # What ranks have loaded is compared in their next step.
         self.compression._agreed = False
 

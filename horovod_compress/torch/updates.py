@@ -185,11 +185,7 @@ class UpdateOptimizer(UpdatingOptimizer):
                 each.name: (each.shared if self.local_steps else each.param).detach().clone()
                 for each in self._parameters
             },
-            "momentum": {
-                each.name: each.momentum.clone()
-                for each in self._parameters
-                if each.momentum is not None
-            },
+            "momentum": {name: its.clone() for name, its in self._momenta().items()},
         }
 
     @torch.no_grad()
@@ -199,8 +195,8 @@ class UpdateOptimizer(UpdatingOptimizer):
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         for each in self._parameters:
             each.shared.copy_(state["shared"][each.name])
-            if each.momentum is not None:
-                each.momentum.copy_(state["momentum"][each.name])
+        for name, momentum in self._momenta().items():
+            momentum.copy_(state["momentum"][name])
         self._rollback_round()
         self._shared_is_kept = True
 
@@ -220,11 +216,7 @@ class UpdateOptimizer(UpdatingOptimizer):
             if steps[hvd.rank()] != steps[0]:
                 self._optimizer.load_state_dict(state)
         shared = [(each.name, each.param) for each in self._parameters]
-        momenta = [
-            (f"{each.name}.momentum", each.momentum)
-            for each in self._parameters
-            if each.momentum is not None
-        ]
+        momenta = [(f"{name}.momentum", its) for name, its in self._momenta().items()]
         hvd.broadcast_parameters([*shared, *momenta], root_rank=0)
 
     @torch.no_grad()
