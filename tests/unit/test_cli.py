@@ -132,7 +132,7 @@ def test_bench_as_json_alone(capsys, gradients):
     assert result["spec"] == "fp16" and result["exchanged"] == {"allreduce float16": 2 * 1640}
 
 
-def test_the_error_is_the_share_that_was_not_sent(tmp_path):
+def test_the_error_is_the_share_that_was_not_sent():
     gradient = np.zeros((40, 40), np.float32)
     gradient[3, :5] = [8, 4, 4, 2, 1]
     result = bench.measure(

@@ -80,7 +80,7 @@ def test_against_the_papers_recurrence():
                     u[rank] = np.float32(m) * u[rank] + g
                     v[rank] = v[rank] + u[rank]
                 top = np.argsort(-np.abs(v[rank]))[:k]
-                sent = run_sent(run, step, rank, v[rank], top)
+                sent = run_sent(run, step, top)
                 total[sent] += v[rank, sent]
                 v[rank, sent] = u[rank, sent] = 0
             np.testing.assert_allclose(
@@ -91,7 +91,7 @@ def test_against_the_papers_recurrence():
             np.testing.assert_array_equal(run.state[rank]["w"]["u"], u[rank])
 
 
-def run_sent(run, step, rank, v, top):
+def run_sent(run, step, top):
     """0.8·k to k of the largest: the mean shows which of the k were sent."""
     mean = run.mean[step]["w"].reshape(-1)
     sent = [i for i in top if mean[i] != 0]

@@ -26,7 +26,7 @@ from .training import (
 CASES, case = registry()
 
 
-def pair(make, compression_options=None, **wrap_options):
+def pair(make, **wrap_options):
     """(model, wrapped optimizer) without compression and with it, in the dense limit, both wrapped
     as the README does."""
     made = []

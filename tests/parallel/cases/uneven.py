@@ -227,7 +227,7 @@ def a_momentum_that_changes_is_followed():
     assert_alike(found, expected, "momentum")
 
 
-def scaled_step(model, optimizer, scaler, gradient_of, poison):
+def scaled_step(optimizer, scaler, gradient_of, poison):
     optimizer.zero_grad()
     scaler.scale(gradient_of() * (float("inf") if poison else 1)).backward()
     optimizer.synchronize()
@@ -251,7 +251,6 @@ def loss_scales_and_skipped_steps_are_followed():
                 with hvdc.uneven(optimizer):
                     for step, (x, y) in enumerate(data):
                         scaled_step(
-                            model,
                             optimizer,
                             scaler,
                             lambda: nn.functional.cross_entropy(model(x), y),
@@ -263,7 +262,6 @@ def loss_scales_and_skipped_steps_are_followed():
                     of_data = lambda: nn.functional.cross_entropy(model(x), y)  # noqa: E731
                     of_zeros = lambda: sum(0 * p.sum() for p in model.parameters())  # noqa: E731
                     scaled_step(
-                        model,
                         optimizer,
                         scaler,
                         of_data if step < len(data) else of_zeros,
