@@ -5,6 +5,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from horovod_compress import ddp, simulate
 
 from .training import everywhere
 
@@ -29,6 +32,34 @@ class Holder(nn.Module):
 def told(rank, step, dtype=torch.float32):
     """The gradients of a step on a rank, known to all ranks."""
     return {n: torch.from_numpy(g).to(dtype) for n, g in alike.gradients(rank, step).items()}
+
+
+def assert_simulated(spec, assert_same, state=True, **options):
+    """That this rank has what `simulate` gives for what all ranks are told: gradients, bytes and,
+    where asked, residuals. assert_same(found, expected, what) compares arrays."""
+    rank, every = dist.get_rank(), range(dist.get_world_size())
+    steps = [
+        [{f"held.{n}": g for n, g in alike.gradients(r, step).items()} for r in every]
+        for step in range(alike.STEPS)
+    ]
+    expected = simulate(spec, steps, **options)
+    model = DDP(Holder(), bucket_cap_mb=0.01)
+    # Takes nothing over: momentum would be DGC's.
+    optimizer = torch.optim.Adam(model.parameters())
+    compression = ddp.compress(model, optimizer, spec)
+    for step, means in enumerate(expected.mean):
+        optimizer.zero_grad()
+        model(told(rank, step)).backward()
+        for name, param in model.module.named_parameters():
+            assert_same(param.grad.numpy(), means[name], f"{spec}: {name} in step {step}")
+        optimizer.step()
+    kept = compression.state_dict()["tensors"]
+    for name, arrays in expected.state[rank].items() if state else ():
+        assert kept[name].keys() == arrays.keys()
+        for key, array in arrays.items():
+            assert_same(kept[name][key], array, f"{spec}: {key} of {name}")
+    found, sent = compression.stats()["bytes_sent"], sum(step[rank] for step in expected.bytes_sent)
+    assert found == sent, f"{spec}: {found} bytes sent, not {sent}"
 
 
 def held_back(compression):
