@@ -20,6 +20,7 @@ from .checks import (
 )
 from .exchange import dtypes_of
 from .horovod_internals import (
+    OfSavedModels,
     call_before,
     divisor_of,
     functions_under_trace,
@@ -152,7 +153,8 @@ class GraphCompression(RunningCompression):
         if optimizer is not None:
             # Keras saves the function with which Horovod's optimizer reduces. All variables that
             # the function captures have to be the optimizer's.
-            optimizer._track_trackable(self._turn, f"{self._label}.turn", overwrite=True)
+            turn = OfSavedModels(self._turn)
+            optimizer._track_trackable(turn, f"{self._label}.turn", overwrite=True)
         unseen = [
             variable.name
             for variable in variables

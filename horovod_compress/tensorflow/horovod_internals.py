@@ -7,6 +7,7 @@ import inspect
 from typing import (
     Any,
     Callable,
+    Dict,
     Hashable,
     List,
     NamedTuple,
@@ -33,6 +34,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import ( 
 )
 from tensorflow.python.framework.func_graph import FuncGraph  # noqa: E402
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # noqa: E402
+from tensorflow.python.trackable.base import Trackable  # noqa: E402
 
 
 def is_optimizer(value: Any) -> bool:
@@ -217,6 +219,17 @@ def lasting_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
     """A variable of zeros on the CPU. In any trace: a tf.Variable only in a function's first."""
     with tf.init_scope(), tf.device("/cpu:0"):
         return ResourceVariable(tf.zeros(shape, dtype), trainable=False)
+
+
+class OfSavedModels(Trackable):
+    """Holds a variable that SavedModels keep, for functions that capture it, and checkpoints do
+    not: these fit with and without a compression, before and after its first step."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self._variable = variable
+
+    def _trackable_children(self, save_type: str = "checkpoint", **_: Any) -> Dict[str, Any]:
+        return {"variable": self._variable} if save_type == "savedmodel" else {}
 
 
 def when_differentiated(result: Any, hook: Callable[[], None]) -> None:

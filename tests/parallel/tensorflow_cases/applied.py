@@ -241,3 +241,19 @@ def a_model_is_saved_with_the_function_that_reduces():
             again = keras.models.load_model(os.path.join(folder, "model"), compile=False)
         np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
         model.fit(*data(24), batch_size=12, verbose=0)
+
+
+@case(2)
+def checkpoints_hold_nothing_of_a_compression():
+    """So they fit an optimizer with one as they fit one without, each way."""
+    optimizers = {}
+    for spec in ("topk:ratio=0.1", None):
+        model = model_of()
+        compression = hvdc.Compression.from_spec(spec) if spec else hvdt.Compression.none
+        wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+        fitted_with_variables(model, wrapped)
+        optimizers[spec] = tf.train.Checkpoint(model=model, optimizer=wrapped)
+    for saved, restored in (optimizers.values(), reversed(optimizers.values())):
+        with tempfile.TemporaryDirectory() as folder:
+            status = restored.restore(saved.save(os.path.join(folder, "checkpoint")))
+            status.assert_consumed()
