@@ -27,6 +27,9 @@ class UpdateCompression(Averaging, BoundCompression):
     def _description(self) -> Dict[str, Any]:
         return {**super()._description(), **self._options}
 
+    def _agreed_scaler(self) -> None:
+        """None: updates are not scaled, and each rank's loss scale is inside of its optimizer."""
+
     def _average(self, names: str, tensors: Dict[str, Any]) -> None:
         for name, variable in tensors.items():
             wide = tf.cast(variable, _at_least_float32(variable))

@@ -4,6 +4,7 @@ exchanged, in place of gradients."""
 import functools
 import os
 import tempfile
+import warnings
 
 import alike
 import horovod.tensorflow as hvdt
@@ -15,6 +16,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError
+from horovod_compress.adapters import binding
 
 from .training import (
     LOSS,
@@ -499,8 +501,9 @@ def an_optimizer_that_swaps_variables_shows_their_mean():
 
 @case(2)
 def a_model_in_half_precision_with_a_layer_that_has_no_gradients():
-    """Its loss scale is inside; rounds of two steps; and all variables, those without gradients
-    too, are alike on all ranks."""
+    """Its loss scale is inside, of which nothing is told; rounds of two steps; and all variables,
+    those without gradients too, are alike on all ranks."""
+    binding._warned.clear()
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         model = model_of(hvd.rank())
@@ -509,9 +512,12 @@ def a_model_in_half_precision_with_a_layer_that_has_no_gradients():
         model.unused = unused  # Keras warns of it
         scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam(0.01))
         optimizer = hvdc.UpdateOptimizer(scaled, "topk:ratio=0.1,min_numel=0", every=2)
-        losses = fitted(model, optimizer, 12, [hvdc.ShareUpdates()], epochs=4)
+        with warnings.catch_warnings(record=True) as told_of:
+            warnings.simplefilter("always")
+            losses = fitted(model, optimizer, 12, [hvdc.ShareUpdates()], epochs=4)
     finally:
         keras.mixed_precision.set_global_policy("float32")
+    assert not any("LossScaleOptimizer" in str(each.message) for each in told_of)
     assert any("unused" in v.name or v is unused.kernel for v in model.trainable_variables)
     assert_replicas_identical(model)
     assert losses[-1] < losses[0] and optimizer.compression.stats()["steps"] == 4 * 6
