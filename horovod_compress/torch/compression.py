@@ -191,7 +191,9 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         sent = memory if carrier is array else slot.tensor_of(carrier)
         grad: Any = slot.param.grad
         self._submitted.append((slot, tensor, grad._version))
-        return sent, (slot, tensor, memory, sent, carrier)
+        # As `transport.horovod.views_of` says; a parameter holds its own gradient.
+        kept = None if sent is grad else sent.view(-1)
+        return sent, (slot, tensor, memory, sent, carrier, kept)
 
     # A compiled step is left here, and entered again behind it.
     @torch.compiler.disable
@@ -215,7 +217,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
                     "hvd.DistributedOptimizer(sparse_as_dense=True)"
                 )
             return tensor
-        slot, grad, memory, sent, carrier = ctx
+        slot, grad, memory, sent, carrier, _ = ctx
         if self._submitted:
             self._streams.join()
             self._results_after = horovod_internals.results_after(self._optimizer)

@@ -12,7 +12,7 @@ import torch
 
 from ..protocol.handshake import agree
 from ..pytorch.lifecycle import Event
-from ..transport.horovod import synchronize
+from ..transport.horovod import synchronize, views_of
 from . import horovod_internals
 from .compression import BoundCompression
 from .unbound import UnboundCompression, compression_of
@@ -82,6 +82,7 @@ class _Member:
         # Whether this rank has taken part in a step of the others.
         self.answered = False
         self._handle: Any = None
+        self._kept: Any = None
 
     def enter(self, trained: Sequence[Any], begun: "List[_Member]") -> None:
         """begun: for all of the block, those whose steps have begun on this rank, in this order."""
@@ -146,6 +147,7 @@ class _Member:
         self._handle = hvd.allreduce_async_(
             message, name=self.name, op=hvd.Max, process_set=compression._process_set
         )
+        self._kept = views_of(self._handle)
 
     def leave(self) -> None:
         """Brings a step to its end that this rank has begun, and says that it takes no more."""

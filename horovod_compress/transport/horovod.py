@@ -11,6 +11,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
 from ..protocol.wire import FrameLength, Steady
@@ -42,10 +43,28 @@ def _is_over(handle: int) -> bool:
         return True
 
 
-def synchronize(handle: int) -> Any:
-    """hvd.synchronize, asleep until the operation is over."""
+def synchronize(handle: int, kept: Any = None) -> Any:
+    """hvd.synchronize, asleep until the operation is over. kept: what `views_of` has returned."""
     sleep_until_over(handle)
     return hvd.synchronize(handle)
+
+
+def views_of(handle: int) -> List[torch.Tensor]:
+    """Views of an operation's tensors, to be kept until it is over, where more may be started
+    before.
+
+    Without them its tensors are only Python's when Horovod's thread lets go of them, for which
+    PyTorch needs Python's lock. When that thread ends, as it does when another rank has ended, it
+    has a lock of Horovod's then, for which a rank that starts an operation waits with Python's.
+    """
+    # Horovod gives its outputs to nobody before.
+    return [each.view(-1) for each in _tensors_in(mpi_ops._handle_map.get(handle, ()))]
+
+
+def _tensors_in(found: Any) -> List[torch.Tensor]:
+    if isinstance(found, tuple):
+        return [tensor for each in found for tensor in _tensors_in(each)]
+    return [] if found is None else [found]
 
 
 # A process set's ranks are asked for, because they may change.
@@ -71,7 +90,8 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
-        return lambda: self._wait(handle).numpy()
+        kept = views_of(handle)
+        return lambda: self._wait(handle, kept).numpy()
 
     def alltoall(
         self, name: str, payload: np.ndarray, splits: Sequence[int]
@@ -96,7 +116,7 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
         """Starts what ranks that have called hvd.join() can take no part in. start: returns
         Horovod's handle."""
         handle = start(torch.from_numpy(payload))
-        return functools.partial(self._wait, handle)
+        return functools.partial(self._wait, handle, views_of(handle))
 
     def joined(self) -> List[int]:
         here = torch.zeros(self.size, dtype=torch.int32, device="cpu")
@@ -110,9 +130,9 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
         joined = self.joined()
         return error_of_joined(len(joined), self.size, joined, REDUCES_ONLY)
 
-    def _wait(self, handle: int) -> Any:
+    def _wait(self, handle: int, kept: Any = None) -> Any:
         try:
-            return synchronize(handle)
+            return synchronize(handle, kept)
         except HorovodInternalError as error:
             if "Join" in str(error):
                 raise self._refusal() from error
@@ -124,7 +144,9 @@ class _Held:
 
     def __init__(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> None:
         self.start, self.payload = start, payload
-        self.handle: Optional[int] = None  # Horovod's, from the start on
+        # Horovod's, from the start on, and what keeps its tensors.
+        self.handle: Optional[int] = None
+        self.kept: List[torch.Tensor] = []
 
 
 class _CountedStep(HorovodTransport):
@@ -142,6 +164,7 @@ class _CountedStep(HorovodTransport):
         self._lock = threading.Lock()  # for all below
         # Horovod's handle, until it is known how the count has ended.
         self._count: Optional[int] = None
+        self._kept: List[torch.Tensor] = []  # until the step is over
         # Becomes the mean over ranks.
         self._here = torch.ones(1, dtype=torch.float32, device="cpu")
         self._counted = False
@@ -155,9 +178,9 @@ class _CountedStep(HorovodTransport):
 
     def end_step(self) -> None:
         with self._lock:
-            for held in self._held:
+            for each in self._held:
                 # The next step's is encoded in the same memory.
-                held.payload = held.payload.copy()
+                each.payload = each.payload.copy()
 
     def end_count(self, wait: bool) -> bool:
         """Starts what is held, if the count is there and full. wait: whether to wait for it.
@@ -177,19 +200,19 @@ class _CountedStep(HorovodTransport):
                 self._end_count(wait=False)
             if self._counted:
                 return super()._start(start, payload)
-            held = _Held(start, payload)
-            self._held.append(held)
+            later = _Held(start, payload)
+            self._held.append(later)
             self._begin_count()
 
         def wait() -> Any:
-            if held.handle is None:
+            if later.handle is None:
                 self.end_count(wait=True)
             if self._some_joined:
                 self._some_joined, self._error = False, self._refusal()
             if self._error is not None:
                 raise self._error
-            assert held.handle is not None  # The count is over, and was full.
-            return self._wait(held.handle)
+            assert later.handle is not None  # The count is over, and was full.
+            return self._wait(later.handle)
 
         return wait
 
@@ -199,6 +222,7 @@ class _CountedStep(HorovodTransport):
             self._count = hvd.allreduce_async_(
                 self._here, name=self._name, op=hvd.Average, process_set=self._process_set
             )
+            self._kept = views_of(self._count)
             _counts.add(self)
 
     def _end_count(self, wait: bool) -> bool:
@@ -210,8 +234,9 @@ class _CountedStep(HorovodTransport):
             self._wait(self._count)
             self._counted = self.size * self._here.item() > self.size - 0.5
             self._some_joined = not self._counted
-            for held in self._held if self._counted else ():
-                held.handle = held.start(torch.from_numpy(held.payload))
+            for each in self._held if self._counted else ():
+                each.handle = each.start(torch.from_numpy(each.payload))
+                each.kept = views_of(each.handle)
         except Exception as error:
             # Of a Horovod that has been shut down, of whatever type.
             self._counted, self._error = False, error
