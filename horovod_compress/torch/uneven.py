@@ -12,7 +12,7 @@ import torch
 
 from ..protocol.handshake import agree
 from ..pytorch.lifecycle import Event
-from ..transport.horovod import synchronize, views_of
+from ..transport.horovod import keep, synchronize
 from . import horovod_internals
 from .compression import BoundCompression
 from .unbound import UnboundCompression, compression_of
@@ -82,7 +82,6 @@ class _Member:
         # Whether this rank has taken part in a step of the others.
         self.answered = False
         self._handle: Any = None
-        self._kept: Any = None
 
     def enter(self, trained: Sequence[Any], begun: "List[_Member]") -> None:
         """begun: for all of the block, those whose steps have begun on this rank, in this order."""
@@ -147,7 +146,7 @@ class _Member:
         self._handle = hvd.allreduce_async_(
             message, name=self.name, op=hvd.Max, process_set=compression._process_set
         )
-        self._kept = views_of(self._handle)
+        keep(self._handle)
 
     def leave(self) -> None:
         """Brings a step to its end that this rank has begun, and says that it takes no more."""
@@ -165,7 +164,7 @@ class _Member:
         """Takes part in a step of the others where one comes. Returns whether more may come."""
         if not hvd.poll(self._handle):
             return True
-        training, discarded, scale, *options = hvd.synchronize(self._handle).tolist()
+        training, discarded, scale, *options = synchronize(self._handle).tolist()
         self._handle = None
         if discarded:
             self.compression.discard()

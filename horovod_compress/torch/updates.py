@@ -18,7 +18,7 @@ from ..pytorch.adam import AdamWOfRanks
 from ..pytorch.parameters import NamedParameters
 from ..pytorch.update_compression import UpdateExchange
 from ..pytorch.updates import UpdatingOptimizer
-from ..transport.horovod import synchronize, views_of
+from ..transport.horovod import keep, synchronize
 from .binding import TorchBinding
 from .horovod_internals import let_broadcast_begin
 
@@ -57,7 +57,7 @@ class UpdateCompression(UpdateExchange, TorchBinding):
         handle = hvd.allreduce_async_(
             tensor, name=name, op=hvd.Average, process_set=self._process_set
         )
-        return functools.partial(synchronize, handle, views_of(handle))
+        return functools.partial(synchronize, keep(handle))
 
     def exchange(self, updates: Iterable[Tuple[str, Any, Any]]) -> bool:
         # In an elastic job: ranks have left, and those that stay are not asked to synchronize.

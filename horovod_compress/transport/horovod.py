@@ -5,7 +5,7 @@ import atexit
 import functools
 import threading
 import time
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import horovod.torch as hvd
 import numpy as np
@@ -43,28 +43,35 @@ def _is_over(handle: int) -> bool:
         return True
 
 
-def synchronize(handle: int, kept: Any = None) -> Any:
-    """hvd.synchronize, asleep until the operation is over. kept: what `views_of` has returned."""
+def synchronize(handle: int) -> Any:
+    """hvd.synchronize, asleep until the operation is over."""
     sleep_until_over(handle)
-    return hvd.synchronize(handle)
+    try:
+        return hvd.synchronize(handle)
+    finally:
+        _views.pop(handle, None)
 
 
-def views_of(handle: int) -> List[torch.Tensor]:
-    """Views of an operation's tensors, to be kept until it is over, where more may be started
-    before.
+# Of the tensors of operations that are under way, by handle.
+_views: Dict[int, List[torch.Tensor]] = {}
+
+
+def keep(handle: int) -> int:
+    """Keeps views of an operation's tensors until `synchronize`. Returns its handle.
 
     Without them its tensors are only Python's when Horovod's thread lets go of them, for which
     PyTorch needs Python's lock. When that thread ends, as it does when another rank has ended, it
     has a lock of Horovod's then, for which a rank that starts an operation waits with Python's.
     """
     # Horovod gives its outputs to nobody before.
-    return [each.view(-1) for each in _tensors_in(mpi_ops._handle_map.get(handle, ()))]
+    _views[handle] = [each.view(-1) for each in _tensors_in(mpi_ops._handle_map.get(handle, ()))]
+    return handle
 
 
 def _tensors_in(found: Any) -> List[torch.Tensor]:
     if isinstance(found, tuple):
         return [tensor for each in found for tensor in _tensors_in(each)]
-    return [] if found is None else [found]
+    return [found]
 
 
 # A process set's ranks are asked for, because they may change.
@@ -89,9 +96,10 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         tensor = torch.from_numpy(array)
-        handle = hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
-        kept = views_of(handle)
-        return lambda: self._wait(handle, kept).numpy()
+        handle = keep(
+            hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
+        )
+        return lambda: self._wait(handle).numpy()
 
     def alltoall(
         self, name: str, payload: np.ndarray, splits: Sequence[int]
@@ -115,8 +123,7 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     ) -> Callable[[], Any]:
         """Starts what ranks that have called hvd.join() can take no part in. start: returns
         Horovod's handle."""
-        handle = start(torch.from_numpy(payload))
-        return functools.partial(self._wait, handle, views_of(handle))
+        return functools.partial(self._wait, keep(start(torch.from_numpy(payload))))
 
     def joined(self) -> List[int]:
         here = torch.zeros(self.size, dtype=torch.int32, device="cpu")
@@ -130,9 +137,9 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
         joined = self.joined()
         return error_of_joined(len(joined), self.size, joined, REDUCES_ONLY)
 
-    def _wait(self, handle: int, kept: Any = None) -> Any:
+    def _wait(self, handle: int) -> Any:
         try:
-            return synchronize(handle, kept)
+            return synchronize(handle)
         except HorovodInternalError as error:
             if "Join" in str(error):
                 raise self._refusal() from error
@@ -144,9 +151,7 @@ class _Held:
 
     def __init__(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> None:
         self.start, self.payload = start, payload
-        # Horovod's, from the start on, and what keeps its tensors.
-        self.handle: Optional[int] = None
-        self.kept: List[torch.Tensor] = []
+        self.handle: Optional[int] = None  # Horovod's, from the start on
 
 
 class _CountedStep(HorovodTransport):
@@ -164,7 +169,6 @@ class _CountedStep(HorovodTransport):
         self._lock = threading.Lock()  # for all below
         # Horovod's handle, until it is known how the count has ended.
         self._count: Optional[int] = None
-        self._kept: List[torch.Tensor] = []  # until the step is over
         # Becomes the mean over ranks.
         self._here = torch.ones(1, dtype=torch.float32, device="cpu")
         self._counted = False
@@ -178,9 +182,9 @@ class _CountedStep(HorovodTransport):
 
     def end_step(self) -> None:
         with self._lock:
-            for each in self._held:
+            for held in self._held:
                 # The next step's is encoded in the same memory.
-                each.payload = each.payload.copy()
+                held.payload = held.payload.copy()
 
     def end_count(self, wait: bool) -> bool:
         """Starts what is held, if the count is there and full. wait: whether to wait for it.
@@ -200,29 +204,30 @@ class _CountedStep(HorovodTransport):
                 self._end_count(wait=False)
             if self._counted:
                 return super()._start(start, payload)
-            later = _Held(start, payload)
-            self._held.append(later)
+            held = _Held(start, payload)
+            self._held.append(held)
             self._begin_count()
 
         def wait() -> Any:
-            if later.handle is None:
+            if held.handle is None:
                 self.end_count(wait=True)
             if self._some_joined:
                 self._some_joined, self._error = False, self._refusal()
             if self._error is not None:
                 raise self._error
-            assert later.handle is not None  # The count is over, and was full.
-            return self._wait(later.handle)
+            assert held.handle is not None  # The count is over, and was full.
+            return self._wait(held.handle)
 
         return wait
 
     def _begin_count(self) -> None:
         if self._count is None and not (self._counted or self._some_joined or self._error):
             # A mean, as carriers mostly are: Horovod joins it with those.
-            self._count = hvd.allreduce_async_(
-                self._here, name=self._name, op=hvd.Average, process_set=self._process_set
+            self._count = keep(
+                hvd.allreduce_async_(
+                    self._here, name=self._name, op=hvd.Average, process_set=self._process_set
+                )
             )
-            self._kept = views_of(self._count)
             _counts.add(self)
 
     def _end_count(self, wait: bool) -> bool:
@@ -234,9 +239,8 @@ class _CountedStep(HorovodTransport):
             self._wait(self._count)
             self._counted = self.size * self._here.item() > self.size - 0.5
             self._some_joined = not self._counted
-            for each in self._held if self._counted else ():
-                each.handle = each.start(torch.from_numpy(each.payload))
-                each.kept = views_of(each.handle)
+            for held in self._held if self._counted else ():
+                held.handle = keep(held.start(torch.from_numpy(held.payload)))
         except Exception as error:
             # Of a Horovod that has been shut down, of whatever type.
             self._counted, self._error = False, error
