@@ -1,0 +1,15 @@
+"""The questions that users may put to a compression at any time, on any rank alone: for the cases of
+each host. None may hang, or change a step."""
+
+from typing import Any, Callable, Dict
+
+READS: Dict[str, Callable[[Any], Any]] = {
+    "config": lambda compression: compression.config,
+    "repr": repr,
+    "hasattr": lambda compression: hasattr(compression, "stats"),
+    "stats": lambda compression: compression.stats(),
+    "stats_by_tensor": lambda compression: compression.stats_by_tensor(),
+    "record": lambda compression: compression.record(lambda record: None),
+    "state_dict": lambda compression: compression.state_dict(),
+    "switch_at": lambda compression: compression.switch("none", at=10**6),
+}
