@@ -47,6 +47,13 @@ class _Sent(NamedTuple):
     wait: Optional[Callable[[], None]]
 
 
+class _Bucket(NamedTuple):
+    """A bucket of DDP's. gradients: its parameters, and their parts of the buffer."""
+
+    buffer: torch.Tensor
+    gradients: List[Tuple[torch.Tensor, torch.Tensor]]
+
+
 class DDPCompression(OptimizerCompression, RanksBinding):
     """A compression of the gradients of a DistributedDataParallel model.
 
@@ -101,6 +108,8 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         self._sent: List[_Sent] = []
         # Of this step's buckets: their futures, and what those will hold.
         self._futures: List[Tuple[torch.futures.Future, torch.Tensor]] = []
+        # Of those: what waits for the last bucket. Then it is known which parameters take part.
+        self._held: List[_Bucket] = []
         # Of the smallest parameter whose momentum is taken over: its last result.
         self._result: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
         # Parameters that backward passes have reached since the last exchange. None where DDP
@@ -147,12 +156,28 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             check_step(self._model())
             self._begin_step()
         self._futures.append((future, buffer))
-        self._submit_bucket(bucket, buffer)
-        self._ranks.send()
+        self._held.append(_Bucket(buffer, list(zip(bucket.parameters(), bucket.gradients()))))
+        if bucket.is_last() or not self._leaves_out:
+            self._submit_held()
         if bucket.is_last():
             self._finish()
             self._interrupted = False
         return future
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether parameters that no rank has used take no part in a step. What is kept of them
+        would come as a gradient, by which an optimizer decays and moves them without end."""
+        return self._reached is not None and self._exchange.keeps_state
+
+    def _used_by_any(self) -> Set[int]:
+        """The ids of the parameters that backward passes have reached on some rank. All ranks call
+        it when the last bucket is there."""
+        reached = self._reached or ()
+        reached_here = [id(slot.param) in reached for slot in self._slots]
+        used = torch.tensor(reached_here, dtype=torch.uint8, device="cpu")
+        self._ranks.reduce(used, "max")()
+        return {id(self._slots[i].param) for i in used.nonzero().flatten().tolist()}
 
     def serves(self, param: torch.Tensor) -> bool:
         """Whether this is the compression of a parameter, of a model that is still there."""
@@ -165,27 +190,38 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             self._step.take(Event.ROLLBACK)
         self._sent.clear()
         self._futures.clear()
+        self._held.clear()
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """As of OptimizerCompression. After a backward pass that has failed, without its step."""
         self._drop_interrupted()
         return super().state_dict(portable)
 
-    def _submit_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
+    def _submit_held(self) -> None:
+        used = self._used_by_any() if self._leaves_out else None
+        held, self._held = self._held, []
+        for bucket in held:
+            self._submit_bucket(bucket, used)
+        self._ranks.send()
+
+    def _submit_bucket(self, bucket: "_Bucket", used: Optional[Set[int]]) -> None:
+        """used: ids of the parameters that take part; None for all."""
         sent, whole = [], True
-        for param, flat_view in zip(bucket.parameters(), bucket.gradients()):
+        for param, flat_view in bucket.gradients:
             slot = self._by_parameter.get(id(param))
             if slot is None:
                 raise ValueError(
                     "a gradient came of a parameter that was frozen, or not there, when the "
                     "compression was made: make it after the model is as it will be trained"
                 )
+            if used is not None and id(param) not in used:
+                continue
             view = _as_parameter(flat_view, param)
             memory, array, carrier = self._submit(slot, view)
             whole = whole and carrier is array and memory is view
             sent.append(_Sent(slot, view, memory, carrier, None))
         # As DDP itself would do it.
-        together = self._mean(buffer) if whole else None
+        together = self._mean(bucket.buffer) if whole and sent else None
         self._sent += [each._replace(wait=together or self._mean_of(each)) for each in sent]
 
     def _mean_of(self, sent: _Sent) -> Optional[Callable[[], None]]:
@@ -218,42 +254,12 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         in_backward = torch._C._current_graph_task_id() != -1
         if self._optimizer is None or not in_backward:
             self._step.take(Event.COMMIT)
-        if self._reached is not None and in_backward:
-            self._bring_unreached(self._reached)
+        if self._reached is not None:
+            self._reached.clear()
         futures, self._futures = self._futures, []
         self._sent.clear()
         for future, buffer in futures:
             future.set_result(buffer)
-
-    # -- parameters that no rank has used
-
-    def _bring_unreached(self, reached: Set[int]) -> None:
-        """Has the results of parameters that no rank has used in their gradients, which DDP leaves
-        as they are: ranks have sent what they still held of them, and it would be lost."""
-        left = [
-            (each.slot.param, each.view)
-            for each in self._sent
-            if id(each.slot.param) not in reached
-        ]
-        reached.clear()
-        if not left:
-            return
-        after_backward = torch.autograd.Variable._execution_engine.queue_callback
-
-        @torch.no_grad()
-        def bring() -> None:
-            for param, result in left:
-                # A frozen one stays where it is.
-                if not param.requires_grad:
-                    continue
-                if param.grad is None:
-                    if result.any():
-                        param.grad = result.clone()
-                elif param.grad.data_ptr() != result.data_ptr():
-                    param.grad.copy_(result)
-
-        # DDP queues its own end behind the first one.
-        after_backward(lambda: after_backward(bring))
 
     # -- around steps of the optimizer
 

@@ -1,5 +1,7 @@
 """Parameters that are not used in each step, on one rank or on any."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from checks import registry
@@ -38,6 +40,42 @@ def nothing_is_lost_of_parameters_that_no_rank_uses():
                 assert_replicas_identical(model)
                 if spec != "maxnorm":
                     assert_nothing_lost(model, compression, gradients)
+
+
+@case(2, 3)
+def what_no_rank_uses_stays_where_it_is():
+    algorithms = ["topk:ratio=0.05,min_numel=0", "adacomp:min_numel=0", "powersgd:min_numel=0"]
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+
+    def adam(model):
+        return torch.optim.AdamW(model.parameters(), 0.1)
+
+    rank, options = dist.get_rank(), {"find_unused_parameters": True}
+    for spec, optimizer in (
+        *itertools.product(algorithms, (sgd, adam)),
+        ("dgc:ratio=0.05,min_numel=0", sgd),
+    ):
+        model, made, compression = told_model(spec, optimizer, options)
+        param = model.module.held["matrix"]
+        for step in range(9):
+            its = told(rank, step)
+            if 3 <= step < 7:
+                del its["matrix"]
+            elif step == 8 and rank:
+                # One rank uses it again.
+                del its["matrix"]
+            before = param.detach().clone(), compression.state_dict()["tensors"]["held.matrix"]
+            made.zero_grad()
+            model(its).backward()
+            made.step()
+            after = param.detach(), compression.state_dict()["tensors"]["held.matrix"]
+            stays = torch.equal(before[0], after[0])
+            assert stays == (3 <= step < 7), f"{spec}: step {step}"
+            if stays:
+                assert all(torch.equal(before[1][key], after[1][key]) for key in after[1]), spec
+        assert_replicas_identical(model)
 
 
 @case(2)
