@@ -28,15 +28,15 @@ class DGC(TopK):
         u ← m·u + g,      v ← v + u          momentum correction (section 3.2)
         u ← m·(u + g),    v ← v + u + g      the same, with nesterov
         send v at the k largest |v|,         k = ⌈ratio·d⌉, or min_k
-        there v ← 0,  u ← 0                  momentum factor masking (section 3.3)
+        there v ← 0, and where k < d u ← 0   momentum factor masking (section 3.3)
 
     Bound to an SGD optimizer it takes over that optimizer's momentum, Nesterov and weight decay,
     which the optimizer must not apply a second time. Unbound, momentum defaults to 0.9; with other
     optimizers to 0, which is top-k with error feedback; with Adam compress its updates instead
     (UpdateOptimizer).
 
-    A dense step sends v of all elements and masks no momentum. Tensors that are not compressed are
-    averaged first and then get the same momentum.
+    A step that sends all elements masks no momentum, because none is late: with k = d, and where it
+    goes dense. Tensors that are not compressed are averaged first and then get the same momentum.
     """
 
     id = "dgc"
@@ -135,7 +135,16 @@ class DGC(TopK):
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         self.apply_pending(state)
-        return self.select(grad, state, step, self.m, bool(self.nesterov), self.masking)
+        masked = self._masked(state.arrays["v"].size, step) if self.masking else 0
+        return self.select(grad, state, step, self.m, bool(self.nesterov), masked)
+
+    def _masked(self, numel: int, step: Step) -> int:
+        """How many elements are in front of those that are all sent: in chunks of more than k."""
+        chunk, k = self.entries(numel, step.index)
+        if k == chunk:
+            return 0
+        last = numel % chunk
+        return numel - last if last <= k else numel
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         self.apply_pending(state)

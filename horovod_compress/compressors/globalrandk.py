@@ -94,7 +94,7 @@ class SharedCoordinates(SelectiveCompressor):
         else:
             finite = self.accumulate(grad, state, step)
             values = kernels.of(grad).take_entries(
-                indices, residual, None, kind="fp32", mask=False
+                indices, residual, None, kind="fp32", masked=0
             )[2]
             state.rollbacks = [Rollback("residual", indices, values.copy())]
         return indices, values, finite

@@ -53,7 +53,7 @@ class RandomK(GatheringCompressor):
         )
         key = self.key("own", state.name, step.index, step.rank)
         indices = kernels.cpu.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
-        values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", mask=False)[2]
+        values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", masked=0)[2]
         state.rollbacks.append(Rollback("residual", indices, values))
         return kernels.Encoded(kernels.new_body(struct.pack("<Q", key), values), count, finite)
 

@@ -131,10 +131,10 @@ class TopK(GatheringCompressor):
         step: Step,
         momentum: float = 0.0,
         nesterov: bool = False,
-        masking: bool = False,
+        masked: int = 0,
     ) -> Encoding:
         """Adds the gradient to momentum u, where it is above 0, and to the residual, and moves the
-        selection into a payload."""
+        selection into a payload. masked: u becomes 0 where an element below is sent."""
         v = state.arrays[self.traits.accumulator]
         chunk, k = self.entries(v.size, step.index)
         # Plainly on the CPU, because this comes for every tensor.
@@ -148,7 +148,7 @@ class TopK(GatheringCompressor):
             nesterov=nesterov,
             scale=step.scale,
             kind=self.values,
-            mask=masking,
+            masked=masked,
             k=k,
             samples=int(self.sample_ratio * v.size) + 256,
             offset=self.key(state.name, step.index) & 0xFFFFFFFF,

@@ -376,7 +376,7 @@ def _accept(
     too_large = np.abs(unscaled + tensor.residual[part.first : part.last][places]) >= TOO_LARGE
     chosen = _largest(np.abs(unscaled), part.quota) | too_large
     accepted, _, values, scales = kernel.take_entries(
-        places[chosen], sums, None, kind=tensor.split.values, mask=False
+        places[chosen], sums, None, kind=tensor.split.values, masked=0
     )
     body = kernel.encode_sparse(accepted, values, kind=tensor.split.values, scales=scales).body
     left = np.where(chosen, sums[places] / np.float32(scale), unscaled)

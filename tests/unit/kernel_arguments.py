@@ -131,9 +131,9 @@ def body_of(encoded):
 
 
 def take_entries(a):
-    kind, mask = a.one_of(*VALUES), a.one_of(False, True)
+    kind, masked = a.one_of(*VALUES), a.one_of(0, a.size // 2, a.size)
     return dict(
-        indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), kind=kind, mask=mask
+        indices=a.indices(), v=a.finite(), u=a.one_of(None, a.finite()), kind=kind, masked=masked
     )
 
 

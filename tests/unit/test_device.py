@@ -82,7 +82,7 @@ def encode_topk(data, a, momentum):
         offset=data.draw(st.integers(0, 2**32 - 1)),
         chunk=chunk,
         kind=a.one_of(*VALUES),
-        mask=a.one_of(False, True),
+        masked=a.one_of(0, a.size // 2, a.size),
     )
 
 
@@ -105,7 +105,7 @@ def test_what_is_sent_and_kept_is_the_same(where, data, momentum):
 @given(data=st.data(), momentum=MOMENTA)
 def test_accumulation_and_choice_are_the_same(where, data, momentum):
     arguments = encode_topk(data, Arguments(data), momentum)
-    for key in ("kind", "mask"):
+    for key in ("kind", "masked"):
         del arguments[key]
     compare("add_to_residual", where, ["grad", "base", "u", "v"], **arguments)
 
@@ -247,7 +247,7 @@ def test_magnitudes_are_clipped_alike(where, clip):
 def test_what_has_no_power_of_two_stays_alike(where):
     v, at = np.float32([1, 1e-6, 0.7, 1e-5, 0.3]), np.arange(5, dtype=np.uint32)
     taken, *_ = compare(
-        "take_entries", where, ["v", "u"], indices=at, v=v, u=v, kind="power", mask=True
+        "take_entries", where, ["v", "u"], indices=at, v=v, u=v, kind="power", masked=5
     )
     assert taken.tolist() == [0, 2, 4]
 

@@ -48,7 +48,8 @@ def any_add_to_residual(a):
 
 def any_encode_topk(a):
     k = int(a.rng.integers(0, a.size + 1))
-    return any_add_to_residual(a) | dict(k=k, kind=a.one_of(*VALUES), mask=a.one_of(False, True))
+    masked = a.one_of(0, a.size // 2, a.size)
+    return any_add_to_residual(a) | dict(k=k, kind=a.one_of(*VALUES), masked=masked)
 
 
 def any_encode_adacomp(a):

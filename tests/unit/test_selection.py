@@ -179,8 +179,9 @@ def test_native_bodies_of_what_was_taken_equal_the_reference(data, kind):
     v, u = data.draw(finite), data.draw(finite)
     indices = np.flatnonzero(data.draw(hnp.arrays(bool, size))).astype(np.uint32)
     mine, theirs = (v.copy(), u.copy()), (v.copy(), u.copy())
-    taken = cpu.take_entries(indices, *mine, kind=kind, mask=True)
-    assert_same(taken, reference.take_entries(indices, *theirs, kind=kind, mask=True))
+    masked = data.draw(st.integers(0, size))
+    taken = cpu.take_entries(indices, *mine, kind=kind, masked=masked)
+    assert_same(taken, reference.take_entries(indices, *theirs, kind=kind, masked=masked))
     np.testing.assert_array_equal(mine, theirs)
     indices, _, values, scales = taken
     body = cpu.encode_sparse(indices, values, kind=kind, scales=scales).buffer
@@ -221,19 +222,19 @@ def test_native_codes_of_scaled_values_equal_the_reference(seed, size, kind, dat
 
 
 @pytest.mark.parametrize(
-    "kind, mask",
+    "kind, masked",
     [
-        ("fp32", True),
-        ("fp16", False),
-        ("bf16", True),
-        ("sign", True),
-        ("power", True),
-        ("2bit", False),
+        ("fp32", 500),
+        ("fp16", 0),
+        ("bf16", 300),
+        ("sign", 500),
+        ("power", 500),
+        ("2bit", 0),
     ],
 )
 @pytest.mark.parametrize("chunk", [0, 70])
 @pytest.mark.parametrize("bad", [None, np.nan])
-def test_encode_topk_is_its_three_parts(kind, mask, chunk, bad):
+def test_encode_topk_is_its_three_parts(kind, masked, chunk, bad):
     grad, u, v = RNG.standard_normal((3, 500)).astype(np.float32)
     if bad is not None:
         grad[7] = bad
@@ -243,9 +244,9 @@ def test_encode_topk_is_its_three_parts(kind, mask, chunk, bad):
     assert len(indices) == (7 * 50 + 10 if chunk else 50)
     indices = indices if finite else indices[:0]
     indices, rows, values, scales = cpu.take_entries(
-        indices, in_parts[2], in_parts[1], kind=kind, mask=mask
+        indices, in_parts[2], in_parts[1], kind=kind, masked=masked
     )
-    encoded = cpu.encode_topk(*at_once, kind=kind, mask=mask, **options)
+    encoded = cpu.encode_topk(*at_once, kind=kind, masked=masked, **options)
     np.testing.assert_array_equal(at_once, in_parts)
     np.testing.assert_array_equal(encoded.undo[0], indices)
     np.testing.assert_array_equal(encoded.undo[1], rows)
@@ -289,7 +290,7 @@ def test_kernels_refuse_what_they_cannot_work_on():
         with pytest.raises(ValueError, match="2bit have 4 scales"):
             cpu.encode_sparse(np.zeros(0, np.uint32), v[:0], kind="2bit", scales=(1.0,))
         with pytest.raises(ValueError, match="outside"):
-            cpu.take_entries(np.array([10], np.uint32), v, None, kind="fp32", mask=False)
+            cpu.take_entries(np.array([10], np.uint32), v, None, kind="fp32", masked=0)
         with pytest.raises(ValueError, match="outside"):
             cpu.scatter_add(v, np.array([10], np.uint32), np.ones(1, np.float32), scale=1.0)
         for indices in ([3, 3], [4, 3]):

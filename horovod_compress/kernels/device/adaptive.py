@@ -142,7 +142,7 @@ def _code_variance(
     else:
         error, kind = old_r.copy(), "power"
         places, _, values, scales = cpu.take_entries(
-            np.arange(len(error), dtype=np.uint32), error, None, kind=kind, mask=False
+            np.arange(len(error), dtype=np.uint32), error, None, kind=kind, masked=0
         )
         indices, old_r, old_v, left = (
             indices[places],

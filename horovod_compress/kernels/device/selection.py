@@ -53,12 +53,12 @@ class _Update(NamedTuple):
     offset: int = 0
     chunk: int = 0
     kind: str = "fp32"
-    mask: bool = False
+    masked: int = 0
 
     @property
     def states(self) -> List[DeviceArray]:
         """What entries are taken out of."""
-        return [self.v] if self.u is None or not self.mask else [self.v, self.u]
+        return [self.v] if self.u is None or not self.masked else [self.v, self.u]
 
     @property
     def program(self) -> Tuple[int, bool]:
@@ -145,10 +145,10 @@ def encode_topk(calls: List[_Update]) -> List[Encoded]:
 
 
 def take_entries(
-    indices: np.ndarray, v: DeviceArray, u: Optional[DeviceArray], *, kind: str, mask: bool
+    indices: np.ndarray, v: DeviceArray, u: Optional[DeviceArray], *, kind: str, masked: int
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
     """As `kernels.reference.take_entries`; indices, rows and values are on the CPU."""
-    call = _Update(v, u, v, kind=kind, mask=mask)
+    call = _Update(v, u, v, kind=kind, masked=masked)
     (taken,) = _take(
         [call],
         [_Entries(indices, np.stack([np.asarray(state[indices]) for state in call.states]), True)],
@@ -183,16 +183,17 @@ def _take(
     calls: List[_Update], chosen: List[_Entries]
 ) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
     """The CPU codes the entries, as if they were the whole tensor; v then keeps the error there,
-    and u becomes 0."""
+    and u becomes 0 where it is masked."""
     taken, left = [], []
     for call, entries in zip(calls, chosen):
         error = entries.rows[0].copy()
         places, _, values, scales = cpu.take_entries(
-            np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, mask=False
+            np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, masked=0
         )
         rows = entries.rows[:, places]
-        taken.append((entries.indices[places], rows, values, scales))
-        left.append(np.zeros_like(rows))
+        indices = entries.indices[places]
+        taken.append((indices, rows, values, scales))
+        left.append(np.where(indices < call.masked, np.float32(0), rows))
         left[-1][0] = error[places]
     put([call.states for call in calls], [indices for indices, *_ in taken], left)
     return taken

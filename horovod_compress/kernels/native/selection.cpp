@@ -87,13 +87,13 @@ std::size_t code_entries(const std::uint32_t* at, std::size_t n, const float* v,
 }
 
 Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, Values kind,
-                   bool mask) {
+                   std::size_t masked) {
     const std::size_t n = length(indices, "indices"), numel = length(v, "v");
     if (u) same_length(numel, length(*u, "u"), "u and v");
     const std::uint32_t* at = indices.data();
     inside(at, n, numel);
     float* pv = v.mutable_data();
-    float* pu = mask && u ? u->mutable_data() : nullptr;
+    float* pu = masked && u ? u->mutable_data() : nullptr;
     Taken taken;
     std::size_t count;
     {
@@ -120,7 +120,7 @@ Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, V
         pv[j] -= value;
         if (pu) {
             rows[count + sent] = pu[j];
-            pu[j] = 0;
+            if (j < masked) pu[j] = 0;
         }
         ++sent;
     }
@@ -130,13 +130,13 @@ Taken take_entries(const Indices& indices, Floats& v, std::optional<Floats> u, V
 py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v,
                        const std::optional<Floats>& base, float momentum, bool nesterov,
                        float scale, std::size_t k, std::size_t samples, std::size_t offset,
-                       std::size_t chunk, const std::string& kind, bool mask) {
+                       std::size_t chunk, const std::string& kind, std::size_t masked) {
     const Values values = values_of(kind);
     const py::tuple added =
         add_to_residual(grad, u, v, base, momentum, nesterov, scale, k, samples, offset, chunk);
     const bool finite = added[1].cast<bool>();
     const Taken taken =
-        take_entries(finite ? added[0].cast<Indices>() : Indices(0), v, u, values, mask);
+        take_entries(finite ? added[0].cast<Indices>() : Indices(0), v, u, values, masked);
     const Bytes body = sparse::body_of(taken.indices.data(), scratch.values.data(), taken.count(),
                                        values, taken.scales);
     return encoded(body, taken.count(), finite, py::make_tuple(taken.indices, taken.rows));
@@ -153,20 +153,20 @@ void bind(py::module_& m) {
     m.def(
         "take_entries",
         [](const Indices& indices, Floats& v, std::optional<Floats> u, const std::string& kind,
-           bool mask) {
+           std::size_t masked) {
             const Values values = values_of(kind);
-            const Taken taken = take_entries(indices, v, u, values, mask);
+            const Taken taken = take_entries(indices, v, u, values, masked);
             const Floats sent(static_cast<py::ssize_t>(taken.count()), scratch.values.data());
             return py::make_tuple(
                 taken.indices, taken.rows, sent,
                 std::vector<float>(taken.scales, taken.scales + scales_of(values)));
         },
         arg("indices").noconvert(), arg("v").noconvert(), arg("u").noconvert().none(true),
-        py::kw_only(), arg("kind"), arg("mask"));
+        py::kw_only(), arg("kind"), arg("masked"));
     m.def("encode_topk", &encode_topk, arg("grad").noconvert(), arg("u").noconvert().none(true),
           arg("v").noconvert(), py::kw_only(), arg("base").noconvert() = py::none(),
           arg("momentum") = 0.0f, arg("nesterov") = false, arg("scale") = 1.0f, arg("k"),
-          arg("samples"), arg("offset"), arg("chunk") = 0, arg("kind"), arg("mask") = false);
+          arg("samples"), arg("offset"), arg("chunk") = 0, arg("kind"), arg("masked") = 0);
 }
 
 }  // namespace hc::selection

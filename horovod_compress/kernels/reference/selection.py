@@ -73,21 +73,22 @@ def largest_of(values: np.ndarray, k: int, chunk: int) -> np.ndarray:
 
 
 def take_entries(
-    indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, mask: bool
+    indices: np.ndarray, v: np.ndarray, u: Optional[np.ndarray], *, kind: str, masked: int
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[Float]]:
     """Subtracts the selection, as it is sent, from the residual v. Returns (indices, rows, values,
     scales).
 
     values and scales are what `code_values` makes of v there; entries with a value of 0, which kind
     "power" has no code for, are left out of all that is returned. rows: what v held at indices,
-    and, with `mask` and u given, what u held. v keeps the error; masked u becomes 0.
+    and, with `masked` above 0 and u given, what u held. v keeps the error; u becomes 0 at indices
+    below `masked`.
     """
     indices, values, scales = code_entries(indices, v, kind)
     rows = v[indices][None]
     v[indices] -= values
-    if mask and u is not None:
+    if masked and u is not None:
         rows = np.stack([rows[0], u[indices]])
-        u[indices] = 0
+        u[indices[indices < masked]] = 0
     return indices, rows, values, scales
 
 
@@ -105,7 +106,7 @@ def encode_topk(
     offset: int,
     chunk: int = 0,
     kind: str,
-    mask: bool = False,
+    masked: int = 0,
 ) -> Encoded:
     """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the
     gradient was not finite. `undo` of what is returned: (indices, rows), as take_entries returns
@@ -124,7 +125,7 @@ def encode_topk(
         chunk=chunk,
     )
     indices, rows, values, scales = take_entries(
-        chosen if finite else chosen[:0], v, u, kind=kind, mask=mask
+        chosen if finite else chosen[:0], v, u, kind=kind, masked=masked
     )
     return encode_sparse(indices, values, kind=kind, scales=scales)._replace(
         finite=finite, undo=(indices, rows)
