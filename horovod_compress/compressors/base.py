@@ -39,6 +39,8 @@ from .state import Rollback as Rollback
 GATHER = Collective("allgather", "uint8")
 REDUCER = Collective("reducer", "float32")
 LARGEST = float(np.finfo(np.float32).max)
+# A learning rate below counts as 0.
+NO_RATE = 1e-30
 Result = TypeVar("Result")
 # A method that asks first: for a collective, or by `yield from kernels.…` for a kernel.
 Asking = Generator[Union[Exchanged, kernels.DeviceCall], Any, Result]
@@ -66,10 +68,10 @@ class Step:
     one; gain is that of the result, where it is not 1. dense says whether all that waits is sent,
     by `encode_dense`. squares are sums over samples of squared gradients, one for each element,
     where the framework's adapter collected them. lr is the learning rate that the optimizer will
-    apply to this tensor's result, None where it is unknown. clip_norm is the limit of the step's
-    norm, where the step is clipped. base, as long as the gradient, is where that counts from:
-    gradient − base is compressed, and the result is added to base. Only compressors that take one
-    see it.
+    apply to this tensor's result, None or NaN where it is unknown. clip_norm is the limit of the
+    step's norm, where the step is clipped. base, as long as the gradient, is where that counts
+    from: gradient − base is compressed, and the result is added to base. Only compressors that take
+    one see it.
     """
 
     index: int
@@ -82,6 +84,11 @@ class Step:
     dense: bool = False
     clip_norm: Optional[float] = None
     base: Optional[np.ndarray] = None
+
+    @property
+    def frozen(self) -> bool:
+        """True where the learning rate is known to be 0."""
+        return self.lr is not None and self.lr < NO_RATE
 
 
 class Traits(NamedTuple):

@@ -135,16 +135,16 @@ class DGC(TopK):
 
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         self.apply_pending(state)
-        masked = self._masked(state.arrays["v"].size, step) if self.masking else 0
+        # At a rate of 0 u is as SGD's buffer: nothing that is sent has any effect.
+        masks = self.masking and not step.frozen
+        masked = self._masked(state.arrays["v"].size, step) if masks else 0
         return self.select(grad, state, step, self.m, bool(self.nesterov), masked)
 
     def _masked(self, numel: int, step: Step) -> int:
-        """How many elements are in front of those that are all sent: in chunks of more than k."""
+        """The number of elements in chunks of more than k: those behind are all sent."""
         chunk, k = self.entries(numel, step.index)
-        if k == chunk:
-            return 0
-        last = numel % chunk
-        return numel - last if last <= k else numel
+        whole = numel if k == chunk else numel % chunk
+        return numel - whole if k == chunk or whole <= k else numel
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         self.apply_pending(state)

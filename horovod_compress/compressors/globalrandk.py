@@ -93,9 +93,9 @@ class SharedCoordinates(SelectiveCompressor):
             grad.fill(0)
         else:
             finite = self.accumulate(grad, state, step)
-            values = kernels.of(grad).take_entries(
+            _, _, values, _ = kernels.of(grad).take_entries(
                 indices, residual, None, kind="fp32", masked=0
-            )[2]
+            )
             state.rollbacks = [Rollback("residual", indices, values.copy())]
         return indices, values, finite
 

@@ -5,10 +5,8 @@ from typing import Optional
 
 import numpy as np
 
-from .base import Compressor
+from .base import NO_RATE, Compressor
 
-# A learning rate below counts as 0.
-_NO_RATE = 1e-30
 # So that the residual stays finite.
 _MOST_GROWTH = 2.0**100
 
@@ -16,15 +14,15 @@ _MOST_GROWTH = 2.0**100
 def growth(last: np.ndarray, lr: Optional[float]) -> float:
     """The factor by which a step multiplies the residual: γ of the step before over γ of this one.
 
-    At γ = 0 the optimizer applies nothing, so such a step counts as one with the γ before. A
-    residual from before the first γ above 0 was meant for γ = 0, and is dropped.
+    At γ = 0 the optimizer applies nothing, so such a step counts as one with the γ before. What was
+    kept before the first γ is known, is dropped.
 
     Args:
         last: float64 of (1,), the γ that the residual is meant for, 0 before the first. It becomes
             `lr`.
-        lr: of this step; None where it is unknown.
+        lr: of this step; None or NaN where it is unknown.
     """
-    if lr is None or lr < _NO_RATE:
+    if lr is None or not lr >= NO_RATE:
         return 1.0
     before, last[0] = float(last[0]), lr
     return min(before / lr, _MOST_GROWTH)

@@ -23,6 +23,7 @@ from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
 from . import checkpoint
 from .dense_policy import compressor_for, goes_dense
 from .extension import Begin, Extension
+from .frozen import Frozen
 from .handover import Handover
 from .loss_scale import LossScale
 from .records import Stats, TensorStats
@@ -70,6 +71,7 @@ class Driver(ABC):
         self.extensions: Dict[str, Extension] = {}
         self.extend("loss scale", LossScale())
         self.extend("switch", self.handover)
+        self.extend("frozen", Frozen())
         # The one that a tensor came to last.
         self._latest = Transaction()
 
@@ -282,6 +284,7 @@ class Driver(ABC):
         for name, tensor in self._tensors.items():
             if name in earlier:
                 self.handover.hand_over(earlier[name], tensor, gains.get(name, 1.0), factor)
+        self.extend("frozen", Frozen())
         self.expect(clip_norm=compressor.policy.clip_norm)
         self._latest, self._dense_was_logged = Transaction(), False
 

@@ -46,7 +46,8 @@ def simulate(
         spec: as for `get_compressor`.
         gradients: `gradients[step][rank]` is a dict of arrays by name. Every rank of every step
             must have the same names and shapes. The arrays are not changed.
-        lr: the learning rate of each step, for residuals that follow it.
+        lr: the learning rate of each step, for residuals that follow it. At 0 all stay as they
+            are.
         local_size: how many ranks that follow each other are on one machine, for `hosts=true`.
 
     Returns:

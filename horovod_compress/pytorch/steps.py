@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from ..adapters.binding import Binding, warn_once
+from ..compressors.base import NO_RATE
 from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
 from ..protocol.handshake import agree
@@ -34,7 +35,7 @@ class OptimizerSteps(Binding):
         self._scale: Optional[float] = None
         # All ranks' optimizers, since these ranks are together.
         self._options_agreed = False
-        # id(parameter) → learning rate of this step, where residuals follow it.
+        # id(parameter) → learning rate of this step, where it is 0 or residuals follow it.
         self._rates: Dict[int, float] = {}
         self._streams = Streams()
 
@@ -88,12 +89,14 @@ class OptimizerSteps(Binding):
             self._exchange.expect(scale=to_true_units(scale))
         self._meet()
         if self._optimizer is not None:
-            if self._compressor.policy.follow_lr:
-                self._rates = {
-                    id(param): float(group["lr"])
-                    for group in self._optimizer.param_groups
-                    for param in group["params"]
-                }
+            groups, follow_lr = self._optimizer.param_groups, self._compressor.policy.follow_lr
+            self._rates = {
+                id(param): float(group["lr"])
+                for group in groups
+                # Some optimizers have none, or find their own.
+                if follow_lr or group.get("lr") is not None and group["lr"] < NO_RATE
+                for param in group["params"]
+            }
             for name, options in self._takeover.changes(self._optimizer).items():
                 self._exchange.replace(name, **options)
         self._step.take(Event.BEGIN)

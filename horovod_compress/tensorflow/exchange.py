@@ -172,6 +172,9 @@ class GraphExchange(Driver):
         tensor, started = self._known(name, grad), time.perf_counter()
         index = self._indices[name]
         step = dataclasses.replace(step, index=index, squares=squares)
+        if step.frozen and tensor.compressor.policy.m:
+            # Keras' momentum holds the learning rate.
+            grad.fill(0)
         generator = self._begin(tensor, grad, step)
         self._indices[name] += 1
         transaction.tensors.append(tensor)

@@ -241,7 +241,7 @@ class GraphCompression(RunningCompression):
         begin = functools.partial(
             self._begin, names, known, unapplied, self._traces, lambda: factor() / divisor
         )
-        inputs = [learning_rate_of(optimizer)] if policy.follow_lr else []
+        inputs = [learning_rate_of(optimizer)]
         inputs += [steps_of(optimizer)] if self._takes_over else []
         inputs += [grad for grad, _ in pairs] if policy.clip_norm is not None else []
         with tf.control_dependencies([self._turn.assign_add(1)]):
@@ -321,10 +321,10 @@ class GraphCompression(RunningCompression):
         grads, variables = [grads_and_vars[i][0] for i in known], list(known.values())
 
         def alone() -> List[Any]:
-            lr = [learning_rate_of(optimizer)] if self._compressor.policy.follow_lr else []
             squares = [read for variable in variables for read in read_and_clear(variable.squares)]
             step = functools.partial(with_denormals, self._step_alone, variables)
-            return tf.numpy_function(step, [*grads, *lr, *squares], [grad.dtype for grad in grads])
+            inputs = [*grads, learning_rate_of(optimizer), *squares]
+            return tf.numpy_function(step, inputs, [grad.dtype for grad in grads])
 
         with tf.device("/cpu:0"):
             results = tf.cond(

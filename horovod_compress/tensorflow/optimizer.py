@@ -86,10 +86,13 @@ def is_plain_sgd(optimizer: Any) -> bool:
 
 def learning_rate_of(optimizer: Any) -> Any:
     """The learning rate, a tensor, that an optimizer will apply in the step whose gradients are
-    being traced."""
-    if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
+    being traced; NaN where the optimizer is not known, or has none."""
+    if "learning_rate" in getattr(optimizer, "_hyper", ()):  # a legacy one
+        steps_of(optimizer)
         return optimizer._decayed_lr(tf.float32)
-    rate = optimizer._learning_rate
+    rate = getattr(optimizer, "_learning_rate", None)
+    if rate is None:
+        return tf.constant(float("nan"))
     # The value that the optimizer has computed from a schedule is that of the step before.
     return tf.cast(rate(optimizer.iterations) if callable(rate) else rate.read_value(), tf.float32)
 

@@ -43,9 +43,8 @@ class RunningCompression(VariableCompression):
         scale: np.ndarray,
         *arrays: np.ndarray,
     ) -> Tuple[np.int64, np.ndarray]:
-        """arrays: values of `known`, where there is one; the learning rate, where residuals follow
-        it; the optimizer's steps, where its momentum is taken over; all gradients, where they are
-        clipped."""
+        """arrays: values of `known`, where there is one; the learning rate; the optimizer's steps,
+        where its momentum is taken over; all gradients, where they are clipped."""
         if traces != self._traces:
             raise ValueError(
                 "a function was traced before compression.switch(), and holds on to that trace: "
@@ -76,7 +75,7 @@ class RunningCompression(VariableCompression):
                 f"{compressor.momentum:g}, which it took over. (Horovod's momentum_correction is "
                 f"not needed: the learning rate is no part of this momentum)"
             )
-        lr = float(next(given)) if compressor.policy.follow_lr else None
+        lr = float(next(given))
         steps = int(next(given)) if self._takes_over else 0
         clips = compressor.policy.clip_norm is not None
         squared_norm = factor() ** 2 * squared_norm_of(given) if clips else None
@@ -105,7 +104,7 @@ class RunningCompression(VariableCompression):
 
     def _step_alone(self, variables: List[Variable], *arrays: np.ndarray) -> List[np.ndarray]:
         grads, given = arrays[: len(variables)], iter(arrays[len(variables) :])
-        lr = float(next(given)) if self._compressor.policy.follow_lr else None
+        lr = float(next(given))
         clips = self._compressor.policy.clip_norm is not None
         call = self._exchange.begin(0, 1, 1.0, lr, squared_norm_of(grads) if clips else None)
         results = []

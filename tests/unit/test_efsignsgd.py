@@ -73,12 +73,12 @@ def test_without_a_rate_or_by_wish_the_residual_is_one_of_gradients():
         np.testing.assert_array_equal(mine["t"], its["t"])
 
 
-def test_a_rate_of_zero_counts_as_the_one_before():
-    gradients = steps_of(5, 1)
-    zero, kept = (
-        hc.simulate(SPEC, gradients, lr=[0.1, 0.2, rate, 0.1, 0.1]) for rate in (0.0, 0.2)
+def test_the_update_that_waits_at_a_rate_of_zero_comes_behind():
+    gradients, lr = steps_of(5, 1), [0.1, 0.2, 0.0, 0.1, 0.1]
+    found, expected = (
+        hc.simulate(SPEC, gradients[:2] + gradients[i:], lr=lr[:2] + lr[i:]).mean for i in (2, 3)
     )
-    for mine, its in zip(zero.mean, kept.mean):
+    for mine, its in zip(found[3:], expected[2:]):
         np.testing.assert_array_equal(mine["t"], its["t"])
     assert all(
         np.isfinite(mean["t"]).all() for mean in hc.simulate(SPEC, gradients, lr=[0] * 5).mean

@@ -237,7 +237,7 @@ def compressions_of_members_only():
 @case(2)
 def half_precision_results_that_overflow_are_given_back():
     model = nn.Linear(64, 64, bias=False).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-20)
     compression = hvdc.Compression.dgc(
         optimizer, named_parameters=model.named_parameters(), ratio=0.01
     )

@@ -136,30 +136,35 @@ def payloads_that_would_move_more_than_dense_ones_go_dense():
 @case(2)
 def residuals_follow_the_learning_rate():
     """efsignsgd with a schedule and with a rate that is set, of both kinds of optimizers and with a
-    tape: as `simulate`, which is as published."""
-    names, rates = ("matrix", "kernel"), [0.1, 0.2, 0.02, 0.5, 0.05]
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1, 2, 3], rates)
-    gradients = [
-        [{n: alike.gradients(rank, step)[n] for n in names} for rank in range(2)]
-        for step in range(5)
-    ]
-    means = [simulate("efsignsgd:min_numel=0", gradients, **lr).mean for lr in ({"lr": rates}, {})]
-    expected, plain = (
-        {
-            n: -sum(rate * mean[n].astype(np.float64) for rate, mean in zip(rates, its))
-            for n in names
-        }
-        for its in means
-    )
-    for kind, scheduled, taped in (
-        ("new", True, False),
-        ("legacy", True, True),
-        ("new", False, True),
-        ("legacy", False, False),
+    tape: as `simulate`, which is as published. Others wait at a rate of 0, and dgc's momentum too,
+    as Keras' own does."""
+    names, rates = ("matrix", "kernel"), [0.1, 0.2, 0.0, 0.02, 0.5, 0.05]
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1, 2, 3, 4], rates)
+    ef, topk = "efsignsgd:min_numel=0", "topk:ratio=0.1,min_numel=0"
+    dgc = "dgc:ratio=0.1,momentum=0.9,min_numel=0"
+    for kind, scheduled, taped, spec in (
+        ("new", True, False, ef),
+        ("legacy", True, True, ef),
+        ("new", False, True, dgc),
+        ("legacy", False, False, topk),
     ):
+        gradients = [
+            [{n: alike.gradients(rank, i)[n] for n in names} for rank in range(2)]
+            for i in range(len(rates))
+        ]
+        if spec == dgc:
+            gradients[2] = [{n: 0 * named[n] for n in names} for named in gradients[2]]
+        means = [simulate(spec, gradients, **lr).mean for lr in ({"lr": rates}, {})]
+        expected, plain = (
+            {
+                n: -sum(rate * mean[n].astype(np.float64) for rate, mean in zip(rates, its))
+                for n in names
+            }
+            for its in means
+        )
         variables = {name: tf.Variable(tf.zeros(alike.SHAPES[name]), name=name) for name in names}
-        bound = SGD[kind](schedule if scheduled else rates[0])
-        compression = hvdc.Compression.from_spec("efsignsgd:min_numel=0", bound)
+        bound = SGD[kind](schedule if scheduled else rates[0], momentum=0.9 * (spec == dgc))
+        compression = hvdc.Compression.from_spec(spec, bound)
         optimizer = bound if taped else hvd.DistributedOptimizer(bound, compression=compression)
         if kind == "new":
             optimizer.build(list(variables.values()))

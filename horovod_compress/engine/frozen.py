@@ -1,0 +1,58 @@
+"""Tensors whose learning rate is 0: what is unsent of their gradients does not come later.
+
+As long as it is 0, their steps work on residuals that begin as zeros and are dropped afterwards.
+What was kept before waits. Messages are those of other steps, whatever rate a rank has. An
+optimizer that learns of results at a rate of 0 too, as Adam does, gets what it always gets.
+"""
+
+from typing import Dict
+
+import numpy as np
+
+from ..compressors.base import Step
+from ..compressors.state import SHARED, zeros
+from ..protocol.requests import TensorStep
+from .extension import Begin, Extension
+from .handover import DEBT
+from .tensor import Tensor
+
+
+class Frozen(Extension):
+    """Keeps a tensor's residuals as they are while its learning rate is 0. Momentum goes on, as an
+    optimizer's does."""
+
+    def __init__(self) -> None:
+        # By tensor: the arrays that are not in its state now, of those that are exchanged.
+        self._apart: Dict[str, Dict[str, np.ndarray]] = {}
+
+    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        if step.frozen:
+            return self._frozen(begin, tensor, grad, step)
+        self._apart.pop(tensor.name, None)
+        return begin(tensor, grad, step)
+
+    def _frozen(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
+        self._exchange(tensor)
+        try:
+            tensor.follow(grad)
+            inner = begin(tensor, grad, step)
+            del grad, step
+            yield from inner
+        finally:
+            self._exchange(tensor)
+
+    def _exchange(self, tensor: Tensor) -> None:
+        """Exchanges what the tensor keeps for what it keeps at a rate of 0, or back."""
+        tensor.compressor.apply_pending(tensor.state)
+        arrays, roles = tensor.state.arrays, tensor.compressor.roles
+        own = [key for key in arrays if key != "u" and roles.get(key) is not SHARED]
+        kept = {key: arrays.pop(key) for key in own}
+        apart = self._apart.get(tensor.name)
+        if apart is None:
+            apart = {
+                key: zeros(array.size).reshape(array.shape).astype(array.dtype, copy=False)
+                for key, array in kept.items()
+                if key != DEBT
+            }
+        arrays.update(apart)
+        self._apart[tensor.name] = kept
