@@ -1,5 +1,5 @@
-"""The questions that users may put to a compression at any time, on any rank alone: for the cases of
-each host. None may hang, or change a step."""
+"""The questions that users may put to a compression at any time, on any rank alone: for each host's
+cases. None may hang, or change a step."""
 
 from typing import Any, Callable, Dict
 
