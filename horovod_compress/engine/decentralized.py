@@ -101,6 +101,8 @@ def simulate_decentralized(
             gossip.start(flat[rank])
         for gossip, values in zip(gossips, flat):
             gossip.finish(values)
+    for gossip in gossips:
+        gossip.raise_failure()
     mean = mean_of([{"x": its} for its in shaped])["x"]
     apart = [distance(its, mean) for its in shaped]
     return DecentralizedRun(shaped, mean, apart, [each.stats() for each in gossips], gossips)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import time
+import warnings
 import zlib
 from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Tuple
 
@@ -19,7 +20,7 @@ from ..kernels import HEADROOM, Encoded
 from ..protocol import wire
 from ..transport.base import Transport
 from .dense_policy import compressor_for
-from .gossip_rules import Copies, merge, message, undo
+from .gossip_rules import Copies, merge, message, mix, undo
 from .lockstep import Named
 from .step import end_step
 from .topology import Topology
@@ -28,6 +29,12 @@ from .topology import Topology
 DEFAULT = "qsgd:bits=4,norm=max"
 # Every so-many-th step α is measured, and it is the mean of so many of them.
 MEASURED, MEAN_OF = 10, 10
+_DIVERGED = (
+    "the parameters of rank {} are beyond float32: training has diverged. Load the last saved "
+    "states, and take more bits, a smaller step or a lower learning rate"
+)
+# Comes before the tensors' parts of a message, where it has those.
+_NO_TEXT = np.zeros(0, np.uint8)
 
 
 def compressor_of_messages(spec: Spec) -> Compressor:
@@ -52,15 +59,28 @@ def compressor_of_messages(spec: Spec) -> Compressor:
     return decide_follow_lr(compressor, False, False)
 
 
+@dataclasses.dataclass(order=True)
+class _Failure:
+    """The number of an exchange that failed, and the error that all ranks raise. finite: False
+    where a rank's parameters are beyond float32."""
+
+    exchange: int
+    finite: bool
+    text: str
+
+
 @dataclasses.dataclass
 class _Tensor:
-    """dtype: of its numbers in messages, where it is not compressed."""
+    """dtype: of its numbers in messages, where it is not compressed. sent, mixed: what an exchange
+    has brought of it, C(z) of this rank and the new W x̂."""
 
     name: str
     compressor: Compressor
     state: State
     numel: int
     dtype: Optional[np.dtype]
+    sent: np.ndarray
+    mixed: np.ndarray
 
     def encode(self, z: np.ndarray, step: Step) -> Tuple[np.ndarray, bool]:
         """(this tensor's part of a message, whether it is finite). The part may be in the memory of
@@ -80,16 +100,17 @@ class _Tensor:
             largest = kernels.cpu.max_abs(encoded.array)
         return encoded.array.view(np.uint8), largest < np.inf
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float, spare: np.ndarray) -> None:
-        """Adds a part of a message, times a factor. ValueError for what is none."""
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float, spare: np.ndarray) -> bool:
+        """Adds a part of a message, times a factor. Returns whether what is added is finite.
+        ValueError for what is no part."""
         if self.dtype is None:
-            kernels.at_once(self.compressor.add(body, out, scale))
-            return
+            return bool(kernels.at_once(self.compressor.add(body, out, scale)))
         if body.nbytes != self.numel * self.dtype.itemsize:
             raise ValueError(f"{body.nbytes} bytes for {self.numel} elements of {self.dtype}")
         values, decode = _aligned(body, self.dtype), self.compressor.decode_dense
-        kernels.at_once(decode(values, spare, self.state, scale))
+        finite = kernels.at_once(decode(values, spare, self.state, scale))
         out += spare
+        return bool(finite)
 
 
 class Gossip:
@@ -134,12 +155,15 @@ class Gossip:
                 # One for all tensors: it is zero before each.
                 state.arrays[chosen.traits.accumulator] = residual[:numel]
             dtype = None if declared.verb == "allgather" else np.dtype(declared.dtype)
-            self._tensors.append(_Tensor(name, chosen, state, numel, dtype))
+            arrays = zeros(numel), np.zeros(numel)
+            self._tensors.append(_Tensor(name, chosen, state, numel, dtype, *arrays))
         self.copies: Dict[str, Copies] = {}
         self.steps = 0
         self._memory, self._frame_length = np.zeros(0, np.uint8), transport.frame_length()
         self._wait: Callable[[], Dict[int, np.ndarray]] = dict
         self._finite = True
+        # Until `resync`.
+        self.failure: Optional[_Failure] = None
         self._alphas: Deque[float] = collections.deque(maxlen=MEAN_OF)
         # Of this process, whatever state it has loaded.
         self.counts = dict.fromkeys(
@@ -156,7 +180,7 @@ class Gossip:
         before: in CHOCO, where that is not known any more, they become their public copies."""
         began = time.perf_counter()
         frame = self._frame(self._parts(values))
-        if not self._finite:
+        if not self._finite and self.failure is None:
             self.counts["steps_undone"] += 1
             for name, copies in self.copies.items():
                 undo(values[name], copies)
@@ -168,42 +192,63 @@ class Gossip:
     def finish(self, values: Named) -> None:
         """Receives the neighbors' messages, and makes parameters what they are after the exchange.
 
+        Where a message cannot be used, the rank that got it changes nothing, and sends the error in
+        place of its next messages. Ranks that get it do the same. All raise it in one exchange,
+        when it has come to the furthest.
+
         Raises:
-            WireError: a message is not what this rank expects, such as one of another step. Nothing
-                was changed.
+            WireError: a message was not what its receiver expects, such as one of another step.
             FloatingPointError: a rank's parameters are beyond float32.
         """
         messages = self._received()
         began = time.perf_counter()
-        for i, tensor in enumerate(self._tensors):
-            merge(
+        for i, tensor in enumerate(self._tensors if self.failure is None else ()):
+            mix(
                 self.algorithm,
-                values[tensor.name],
                 self.copies[tensor.name],
                 self.steps + 1,
-                self.zeta,
                 self._decoded(tensor, {rank: parts[i] for rank, parts in messages.items()}),
-                self._spare[: tensor.numel],
+                tensor.mixed,
                 self._wide[: tensor.numel],
             )
         self.steps += 1
+        if self.failure is not None:
+            self.raise_failure(self.steps - 1 - self.topology.diameter)
+            return
+        # All messages can be used: what they bring is taken over now.
+        for tensor in self._tensors:
+            x, copies = values[tensor.name], self.copies[tensor.name]
+            spare, wide = copies.mixed, self._wide[: tensor.numel]
+            merge(self.algorithm, x, copies, self.steps, self.zeta, tensor.sent, tensor.mixed, wide)
+            tensor.mixed = spare
         self.counts["steps"] += 1
         self._seconds["decode_seconds"] += time.perf_counter() - began
+
+    def raise_failure(self, until: float = math.inf) -> None:
+        """Raises the error of an exchange that failed, if that had a number up to `until`."""
+        if self.failure is not None and self.failure.exchange <= until:
+            kind = wire.WireError if self.failure.finite else FloatingPointError
+            raise kind(self.failure.text)
 
     def resync(self) -> None:
         """Makes W x̂ anew, of public copies that ranks send each other. All ranks call it, where an
         error may have left them with different ones."""
         mine = np.array([self.steps], np.int64)
         self.steps = int(self.transport.allreduce(f"{self._label}.steps", mine, "max")()[0])
-        self._finite = True
+        self._finite, self.failure = True, None
         copies = [self.copies[tensor.name] for tensor in self._tensors]
-        self._send("resync", self._frame(each.public.view(np.uint8) for each in copies))
-        weights = self.topology.weights[self.transport.rank]
-        for each in copies:
-            each.mixed.fill(0)
-        for rank, parts in self._received().items():
-            for each, part in zip(copies, parts):
-                each.mixed += weights[rank] * _aligned(part, np.dtype(np.float64))
+        publics = [each.public.view(np.uint8) for each in copies]
+        self._send("resync", self._frame([_NO_TEXT, *publics]))
+        messages, weights = self._received(), self.topology.weights[self.transport.rank]
+        for rank, parts in messages.items():
+            if any(part.nbytes != public.nbytes for part, public in zip(parts, publics)):
+                self._fail(f"{self._of(rank)}: its parts are no copies of parameters")
+        # Where that has failed, the next exchanges tell all ranks.
+        if self.failure is None:
+            for i, each in enumerate(copies):
+                each.mixed.fill(0)
+                for rank, parts in messages.items():
+                    each.mixed += weights[rank] * _aligned(parts[i], np.dtype(np.float64))
 
     @property
     def loses_too_much(self) -> bool:
@@ -233,6 +278,12 @@ class Gossip:
         """The parts of this rank's message, one after the other in the same memory. Says in
         `_finite` whether they are."""
         self._finite, squares, errors = True, 0.0, 0.0
+        if self.failure is not None:
+            self._finite = self.failure.finite
+            told = self.failure.exchange.to_bytes(8, "little") + self.failure.text.encode()
+            yield np.frombuffer(told, np.uint8)
+            return
+        yield _NO_TEXT
         measures = self.algorithm in ("dcd", "choco") and self.steps % MEASURED == MEASURED - 1
         step = Step(self.steps, self.transport.rank, self.transport.size)
         for tensor in self._tensors:
@@ -255,7 +306,7 @@ class Gossip:
 
     def _frame(self, parts: Iterable[np.ndarray]) -> np.ndarray:
         """A message: the lengths of its parts, and the parts, in memory of its own."""
-        lengths = np.zeros(len(self._tensors), np.int64)
+        lengths = np.zeros(1 + len(self._tensors), np.int64)
         table = slice(HEADROOM, HEADROOM + lengths.nbytes)
         end = table.stop
         for i, part in enumerate(parts):
@@ -273,42 +324,69 @@ class Gossip:
         self._wait = lambda: {self.transport.rank: frame, **wait()}
 
     def _received(self) -> Dict[int, List[np.ndarray]]:
-        """{rank: the parts of its message}, of neighbors and of this rank, ascending."""
+        """{rank: its tensors' parts of a message}, of neighbors and of this rank, ascending, where
+        no exchange has failed."""
         began = time.perf_counter()
         frames = self._wait()
         self._seconds["exchange_seconds"] += time.perf_counter() - began
         self.counts["bytes_received"] += sum(frames[rank].nbytes for rank in self.neighbors)
-        return {rank: self._opened(rank, frames[rank]) for rank in sorted(frames)}
+        messages = {}
+        for rank in sorted(frames):
+            try:
+                messages[rank] = self._opened(rank, frames[rank])
+            except wire.WireError as error:
+                self._fail(f"{self._of(rank)}: {error}")
+        return messages
 
     def _opened(self, rank: int, frame: np.ndarray) -> List[np.ndarray]:
-        try:
-            (body,), finite = wire.unseal(frame, 1, self._number, self._digest, self.steps)
-        except wire.WireError as error:
-            raise wire.WireError(f"{self._of(rank)}: {error}") from None
-        if not finite:
-            raise FloatingPointError(
-                f"the parameters of rank {rank} are beyond float32: training has diverged. Load "
-                "the last saved states, and take more bits, a smaller step or a lower learning rate"
-            )
-        table = 8 * len(self._tensors)
+        """The tensors' parts of a message, or of one that brings an error none."""
+        (body,), finite = wire.unseal(frame, 1, self._number, self._digest, self.steps)
+        table = 8 * (1 + len(self._tensors))
         lengths = _aligned(body[: table if body.size >= table else 0], np.dtype(np.int64))
         if (lengths < 0).any() or table + lengths.sum(dtype=object) != body.size:
-            raise wire.WireError(f"{self._of(rank)}: its parts do not make it up")
+            raise wire.WireError("its parts do not make it up")
         ends = table + np.cumsum(lengths)
-        return np.split(body, [table, *ends.tolist()])[1:-1]
+        told, *parts = np.split(body, [table, *ends.tolist()])[1:-1]
+        if told.size:
+            exchange = min(int.from_bytes(told[:8].tobytes(), "little"), self.steps)
+            text = told[8:].tobytes().decode(errors="replace")
+            self._learn(_Failure(exchange, finite, text))
+        elif not finite:
+            self._fail(_DIVERGED.format(rank), finite)
+        return parts
+
+    def _fail(self, text: str, finite: bool = True) -> None:
+        """Begins to tell all ranks why this one cannot use a message."""
+        self._learn(_Failure(self.steps, finite, text))
+        if self.topology.diameter:
+            warnings.warn(
+                "horovod_compress: an exchange has failed. All ranks raise the error together, "
+                f"{self.topology.diameter} exchanges later: {text}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _learn(self, failure: _Failure) -> None:
+        # The first of all, so that ranks which know of several raise the same one.
+        self.failure = min(failure, self.failure or failure)
 
     def _decoded(
         self, tensor: _Tensor, parts: Dict[int, np.ndarray]
-    ) -> Iterator[Tuple[float, bool, np.ndarray]]:
-        """What `merge` takes of the parts of a tensor, by rank, each in the same memory."""
-        own, values = self.transport.rank, self._spare[: tensor.numel]
+    ) -> Iterator[Tuple[float, np.ndarray]]:
+        """The weights and values of a tensor's parts, by rank, up to one that cannot be used."""
+        own = self.transport.rank
         for rank, part in parts.items():
+            values = tensor.sent if rank == own else self._spare[: tensor.numel]
             values.fill(0)
             try:
-                tensor.add(part, values, 1.0, self._out[: tensor.numel])
+                finite = tensor.add(part, values, 1.0, self._out[: tensor.numel])
             except ValueError as error:
-                raise wire.WireError(f"{self._of(rank)}, {tensor.name}: {error}") from None
-            yield float(self.topology.weights[own, rank]), rank == own, values
+                self._fail(f"{self._of(rank)}, {tensor.name}: {error}")
+                return
+            if not finite:
+                self._fail(_DIVERGED.format(rank), finite)
+                return
+            yield float(self.topology.weights[own, rank]), values
 
     def _of(self, rank: int) -> str:
         return f"rank {self.transport.rank}: the message of its neighbor {rank}"

@@ -94,14 +94,38 @@ def message(
         out += copies.own
 
 
+def mix(
+    algorithm: str,
+    copies: Copies,
+    t: int,
+    arrived: Iterable[Tuple[float, np.ndarray]],
+    out: np.ndarray,
+    wide: np.ndarray,
+) -> None:
+    """Writes W x̂ after the exchange into `out`.
+
+    Args:
+        algorithm, copies, t: as for `message`. Copies are left as they are.
+        arrived: (weight, C(z) in float32) of this rank and its neighbors. The next one may be in
+            the memory of the last.
+        out, wide: float64, as long as x.
+    """
+    keep, gain = _factors(algorithm, t)
+    before = copies.mixed if keep == 1 else np.multiply(copies.mixed, keep, out=out)
+    for weight, sent in arrived:
+        # The same numbers go into every rank's copy, whatever its weight.
+        np.multiply(sent, gain * weight, out=wide, dtype=np.float64)
+        before = np.add(before, wide, out=out)
+
+
 def merge(
     algorithm: str,
     x: np.ndarray,
     copies: Copies,
     t: int,
     zeta: float,
-    arrived: Iterable[Tuple[float, bool, np.ndarray]],
-    spare: np.ndarray,
+    sent: np.ndarray,
+    mixed: np.ndarray,
     wide: np.ndarray,
 ) -> None:
     """Makes the copies, and x, what they are after the exchange.
@@ -109,33 +133,32 @@ def merge(
     Args:
         algorithm, x, copies, t: as for `message`. x becomes the parameters after the exchange.
         zeta: ζ, CHOCO's step.
-        arrived: (weight, whether it is this rank's own, C(z) in float32) of this rank and its
-            neighbors. The next one may be in the memory of the last.
-        spare: memory of float32, as long as x, where C(z) may be.
+        sent: C(z) of this rank, in float32. It is used up.
+        mixed: of `mix`. The copies have it from now on.
         wide: memory of float64, as long as x.
     """
-    if algorithm == "ecd" and copies.own is not None:
-        np.copyto(spare, copies.own, casting="same_kind")
-        np.subtract(x, spare, out=spare)
-        np.add(copies.mixed, spare, out=copies.own)
-        np.copyto(x, copies.own, casting="same_kind")
-    keep, gain = {"exact": (0.0, 1.0), "ecd": (1 - 2 / t, 2 / t)}.get(algorithm, (1.0, 1.0))
+    keep, gain = _factors(algorithm, t)
     if keep != 1:
         copies.public *= keep
-        copies.mixed *= keep
-    for weight, is_own, sent in arrived:
-        # The same numbers go into every rank's copy, whatever its weight.
-        np.multiply(sent, gain * weight, out=wide, dtype=np.float64)
-        copies.mixed += wide
-        if is_own:
-            np.multiply(sent, gain, out=wide, dtype=np.float64)
-            copies.public += wide
+    np.multiply(sent, gain, out=wide, dtype=np.float64)
+    copies.public += wide
+    if algorithm == "ecd" and copies.own is not None:
+        np.copyto(sent, copies.own, casting="same_kind")
+        np.subtract(x, sent, out=sent)
+        np.add(copies.mixed, sent, out=copies.own)
+        np.copyto(x, copies.own, casting="same_kind")
+    copies.mixed = mixed
     if copies.own is copies.public:
         np.copyto(x, copies.public, casting="same_kind")
     elif copies.own is None:
-        np.subtract(copies.mixed, copies.public, out=spare)
-        spare *= np.float32(zeta)
-        x += spare
+        np.subtract(mixed, copies.public, out=sent)
+        sent *= np.float32(zeta)
+        x += sent
+
+
+def _factors(algorithm: str, t: int) -> Tuple[float, float]:
+    """Those of the old copy and of C(z) in the new one."""
+    return {"exact": (0.0, 1.0), "ecd": (1 - 2 / t, 2 / t)}.get(algorithm, (1.0, 1.0))
 
 
 def undo(x: np.ndarray, copies: Copies) -> None:

@@ -1,5 +1,6 @@
 """Which ranks of decentralized training exchange with which, and with what weights."""
 
+import functools
 import math
 import numbers
 import zlib
@@ -70,6 +71,15 @@ class Topology:
     def degree(self) -> int:
         """The most neighbors that a rank has."""
         return max(len(self.neighbors(rank)) for rank in range(self.size))
+
+    @functools.cached_property
+    def diameter(self) -> int:
+        """The most exchanges that it takes until a rank knows what another one does."""
+        reached, exchanges = np.eye(self.size, dtype=bool), 0
+        while not reached.all():
+            reached |= self.weights @ reached > 0
+            exchanges += 1
+        return exchanges
 
     def description(self) -> Dict[str, Any]:
         """What all ranks must have alike: JSON-able."""

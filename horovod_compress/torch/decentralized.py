@@ -37,9 +37,9 @@ _ALPHA = (
     "choco"
 )
 _FAILED = (
-    "an exchange has failed, and ranks may hold different copies of each other: where all ranks "
-    "were told so, call resync() on all; else end the job, because ranks that are no neighbors go "
-    "on, and start again from the states that ranks have saved"
+    "an exchange has failed, and ranks may hold different copies of each other. After a WireError, "
+    "which all ranks raise in one exchange, call resync() on all; after another error end the job, "
+    "and start again from the states that ranks have saved"
 )
 _NOT_FINITE = (
     "rank {}'s optimizer holds numbers that are not finite, and so will be its updates: its model "
@@ -195,9 +195,8 @@ class DecentralizedOptimizer(OptimizerAround):
         return gather(self._transport, f"{self._label}.consensus", (apart / (size or 1.0)) ** 0.5)
 
     def resync(self) -> None:
-        """Makes what ranks hold of each other anew. All ranks call it, after an error in an
-        exchange that all were told of: ranks that are no neighbors of the one that failed go on.
-        Neighbors send each other their public copies densely."""
+        """Makes what ranks hold of each other anew. All ranks call it, after a WireError, which all
+        of them raise in one exchange. Neighbors send each other their public copies densely."""
         if self._gossip.copies:
             self._gossip.resync()
         self._failed = False
@@ -217,6 +216,8 @@ class DecentralizedOptimizer(OptimizerAround):
                 "optimizer.mean_parameters():`, and a portable one after an exchange"
             )
         gossip = self._gossip
+        if (self._failed or gossip.failure) and not portable:
+            raise RuntimeError(_FAILED)
         kept: Dict[str, Any] = {
             **identity_of(gossip, portable),
             "exchanges": gossip.steps,
@@ -249,7 +250,7 @@ class DecentralizedOptimizer(OptimizerAround):
             {key: value for key, value in state_dict.items() if key != "decentralized"}
         )
         gossip, self._agreed, self._failed = self._gossip, False, False
-        gossip.copies, self.local_steps, self._sums = {}, 0, []
+        gossip.copies, gossip.failure, self.local_steps, self._sums = {}, None, 0, []
         if kept is None:
             return
         gossip.steps = kept["exchanges"]

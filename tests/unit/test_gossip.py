@@ -409,38 +409,123 @@ def test_a_rank_beyond_float32_is_an_error_that_names_it():
         for x in parameters.values():
             x.fill((-1) ** step * 3e38 if rank == 1 else 0)
 
-    with pytest.raises(FloatingPointError, match="rank 1 .*diverged"):
-        hc.simulate_decentralized("none", start_of(), local, 2, 8, algorithm="choco")
+    # In the last exchange too.
+    for steps in (8, 2):
+        with pytest.warns(RuntimeWarning), pytest.raises(FloatingPointError, match="rank 1 .*dive"):
+            hc.simulate_decentralized("none", start_of(), local, 2, steps, algorithm="choco")
+
+
+def exchange(run, damage=lambda frames, rank: None):
+    """One exchange without local steps. Returns {rank: its error}."""
+    values = [{n: x.reshape(-1) for n, x in its.items()} for its in run.parameters]
+    errors = {}
+    for gossip, its in zip(run.gossips, values):
+        gossip.start(its)
+    for rank, (gossip, its) in enumerate(zip(run.gossips, values)):
+        frames = {other: frame.copy() for other, frame in gossip._wait().items()}
+        damage(frames, rank)
+        gossip._wait = lambda frames=frames: frames
+        try:
+            gossip.finish(its)
+        except (hc.WireError, FloatingPointError) as error:
+            errors[rank] = error
+    return errors
+
+
+def everything(run):
+    """Bits of all that exchanges change."""
+    return [
+        x.tobytes()
+        for gossip, its in zip(run.gossips, run.parameters)
+        for n in SHAPES
+        for x in (its[n], *gossip.copies[n].arrays().values())
+    ]
+
+
+def test_ranks_tell_each_other_of_a_damaged_message_and_raise_one_error_together():
+    """On a ring of five rank 3 is two exchanges from rank 1, and hears of the earlier of two
+    failures."""
+    run, _, _ = trained(COARSE, "dcd", 5, 3)
+
+    def damage(frames, rank):
+        if rank in (1, 4):
+            frames[rank - 1][40] ^= 1
+
+    before = everything(run)
+    with pytest.warns(RuntimeWarning, match="2 exchanges later: .* of its neighbor 0: .*check"):
+        assert not exchange(run, lambda frames, rank: rank == 1 and damage(frames, rank))
+    after = everything(run)
+    its = len(before) // 5
+    assert before[its : 2 * its] == after[its : 2 * its] and before[2 * its :] != after[2 * its :]
+    with pytest.warns(RuntimeWarning, match="rank 4: the message of its neighbor 3"):
+        assert not exchange(run, lambda frames, rank: rank == 4 and damage(frames, rank))
+    errors = exchange(run)
+    assert len({str(error) for error in errors.values()}) == 1 and sorted(errors) == list(range(5))
+    for error in errors.values():
+        assert isinstance(error, hc.WireError)
+        assert "rank 1: the message of its neighbor 0: " in str(error)
 
 
 def test_messages_of_another_step_or_configuration_are_refused_by_both_ranks():
-    run, _, _ = trained(COARSE, "dcd", 2, 3)
     other, _, _ = trained(COARSE + ",seed=1", "dcd", 2, 3)
-    first, second = run.gossips
-    values = [{n: x.reshape(-1) for n, x in its.items()} for its in run.parameters]
-    kept = [{n: each.mixed.copy() for n, each in gossip.copies.items()} for gossip in run.gossips]
-    second.steps += 1
-    for gossip, its in zip(run.gossips, values):
-        gossip.start(its)
-    for gossip, its in zip(run.gossips, values):
-        with pytest.raises(hc.WireError, match="of step"):
-            gossip.finish(its)
-    second.steps -= 1
-    for gossip, each in zip(run.gossips, kept):
-        assert all((gossip.copies[n].mixed == each[n]).all() for n in each)
-    second._digest = other.gossips[1]._digest
-    for gossip, its in zip(run.gossips, values):
-        gossip.start(its)
-    with pytest.raises(hc.WireError, match="neighbor 1: .*configuration"):
-        first.finish(values[0])
+    for attribute, wrong, words in (
+        ("steps", 4, "of step"),
+        ("_digest", other.gossips[1]._digest, "neighbor [01]: .*configuration"),
+    ):
+        run, _, _ = trained(COARSE, "dcd", 2, 3)
+        before = everything(run)
+        setattr(run.gossips[1], attribute, wrong)
+        with pytest.warns(RuntimeWarning, match=words):
+            assert not exchange(run)
+            errors = exchange(run)
+        assert sorted(errors) == [0, 1] and everything(run) == before
+        for error in errors.values():
+            with pytest.raises(hc.WireError, match=words):
+                raise error
 
 
-@pytest.mark.parametrize("lengths", [[], [-8, 8, 8], [2**62, 2**62, 2**62], [0, 0, 0]])
+def inf(part):
+    changed = part.copy()
+    changed[-4:] = np.frombuffer(np.float32(np.inf).tobytes(), np.uint8)
+    return changed
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "spec, damage, kind, words",
+    [
+        (COARSE, lambda part: part[:-1], hc.WireError, "neighbor 0, bias: "),
+        ("none", lambda part: part[4:], hc.WireError, "neighbor 0, bias: 156 bytes"),
+        ("none", inf, FloatingPointError, "parameters of rank 0 .*diverged"),
+        ("bf16", inf, FloatingPointError, "parameters of rank 0 "),
+    ],
+)
+def test_nothing_is_changed_by_messages_whose_last_part_cannot_be_used(
+    algorithm, spec, damage, kind, words
+):
+    """Their checksums are right."""
+    run, _, _ = trained(spec, algorithm, 1, 3)
+    before = everything(run)
+
+    def forge(frames, rank):
+        (gossip,) = run.gossips
+        *parts, last = gossip._opened(0, frames[0])
+        forged = [*parts, damage(last)]
+        body = new_body(np.array([0, *map(len, forged)], np.int64), *forged)
+        frames[0] = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps)
+
+    errors = exchange(run, forge)
+    with pytest.raises(kind, match=words):
+        raise errors[0]
+    assert everything(run) == before
+
+
+@pytest.mark.parametrize("lengths", [[], [-8, 8, 8, 0], [2**62, 2**62, 2**62, 0], [0, 0, 0, 0]])
 def test_messages_whose_parts_do_not_make_them_up_are_refused(lengths):
     run, _, _ = trained(COARSE, "dcd", 1, 1)
     (gossip,) = run.gossips
     body = new_body(
-        np.array(lengths, np.int64), np.zeros(7 if lengths == [0, 0, 0] else 0, np.uint8)
+        np.array(lengths, np.int64), np.zeros(7 if lengths == [0, 0, 0, 0] else 0, np.uint8)
     )
     frame = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps)
     gossip._wait = lambda: {0: frame}
