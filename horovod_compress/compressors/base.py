@@ -24,9 +24,7 @@ from typing import (
 import numpy as np
 
 from .. import kernels
-from ..deprecated import renamed
 from ..protocol.requests import FLOAT32, Collective, Exchanged, Payload, ToReducer
-from . import old_spellings
 from .plainly import plain_where_it_can
 from .policy import Policy
 
@@ -143,7 +141,6 @@ class Compressor(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)
-        old_spellings.refuse(cls)
         if not isinstance(cls.traits, Traits) or "policy" in own:
             raise TypeError(
                 f"{cls.__name__} has an attribute or option named traits or policy, which say "
@@ -156,7 +153,6 @@ class Compressor(ABC):
         if own.get("id") and cls.traits.number == parent.traits.number:
             # That of the algorithm it derives from.
             cls.traits = cls.traits._replace(number=-1)
-        old_spellings.follow(cls, Compressor)
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
@@ -319,6 +315,3 @@ def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
 def _multiplied(out: np.ndarray, scale: float, looking: Asking[float]) -> Asking[bool]:
     """Multiplies by `scale`, when a kernel has looked for the largest magnitude."""
     return multiply(out, scale, (yield from looking))
-
-
-renamed(__name__, HOST="REDUCER", Kept="Role", Undo="Rollback")

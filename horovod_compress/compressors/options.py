@@ -6,8 +6,6 @@ import numbers
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Optional, Tuple
 
-from ..deprecated import renamed
-
 
 class Kind(ABC):
     """A kind of value, or None too where it is optional. `said` describes its values, and
@@ -201,6 +199,3 @@ class Schedule(Kind):
         if pairs and (steps[0] != 0 or sorted(set(steps)) != steps):
             raise ValueError
         return pairs
-
-
-renamed(__name__, Choice="OneOf")

@@ -6,7 +6,6 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 import numpy as np
 
-from ..deprecated import renamed, warn_of_old
 from .model import Model
 
 
@@ -65,17 +64,3 @@ class State:
     model: Optional[Model] = None
     overflows: int = 0
     factor: float = 1.0
-
-    @property
-    def undo(self) -> List[Rollback]:
-        """A deprecated name of `rollbacks`."""
-        warn_of_old("State.undo", "rollbacks")
-        return self.rollbacks
-
-    @undo.setter
-    def undo(self, rollbacks: List[Rollback]) -> None:
-        warn_of_old("State.undo", "rollbacks")
-        self.rollbacks = rollbacks
-
-
-renamed(__name__, Kept="Role", Undo="Rollback")

@@ -25,7 +25,6 @@ from typing import Any, Generator, List, Sequence
 
 import numpy as np
 
-from ..deprecated import warn_of_old
 from . import reference
 from .calls import DeviceCall
 from .encoded import HEADROOM, Encoded, new_body
@@ -91,9 +90,6 @@ def of(array: Any) -> ModuleType:
 
 def __getattr__(name: str) -> Any:
     """The kernel of that name for steps, which call it by `yield from`."""
-    if name == "host":
-        warn_of_old("kernels.host", "kernels.cpu")
-        return cpu
     if not hasattr(cpu, name):
         raise AttributeError(f"there is no kernel {name}")
 

@@ -21,7 +21,6 @@ from typing import (
 
 import numpy as np
 
-from ..deprecated import renamed, warn_of_old
 from ..kernels import Encoded
 
 # Compared with, many times a step: types by themselves take three times as long.
@@ -36,11 +35,6 @@ class Collective:
     verb: str
     dtype: str
     op: str = ""
-
-    def __post_init__(self) -> None:
-        if self.verb == "host":
-            warn_of_old('the verb "host"', '"reducer"')
-            object.__setattr__(self, "verb", "reducer")
 
 
 DECLARABLE = {
@@ -189,4 +183,3 @@ class Outcome:
 Payload = Union[ToReducer, Allreduce, Encoded, Joint]
 # Yields Requests; what it is sent depends on each.
 TensorStep = Generator[Any, Any, None]
-renamed(__name__, HostReduce="ToReducer")

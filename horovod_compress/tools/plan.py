@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import sys
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from ..compressors.advice import ADVICE
@@ -88,8 +87,6 @@ def add(commands: Any) -> None:
     )
     arguments.add_plot(parser, "draw time and bytes over the number of ranks")
     parser.set_defaults(run=_run, parser=parser)
-    # A deprecated name, which is not listed.
-    commands.choices["scale"] = parser
 
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:
@@ -116,8 +113,6 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
         help="with --parameters: in so many tensors (default: 16, or as many as have a million "
         "each)",
     )
-    # A deprecated name, which is not listed.
-    model.add_argument("--million", dest="parameters", type=_millions, help=argparse.SUPPRESS)
     parser.add_argument(
         "--backward",
         type=arguments.number,
@@ -137,13 +132,6 @@ def model_of(options: argparse.Namespace) -> loads.Model:
     return loads.Model.known(options.model)
 
 
-def _millions(text: str) -> float:
-    """The deprecated way to name a number of parameters."""
-    advice = f"hvdcompress: --million is deprecated and will be removed: use --parameters {text}M"
-    print(advice, file=sys.stderr)
-    return arguments.parameters(f"{text}M")
-
-
 def _ranks_or_spec(text: str) -> Union[int, str]:
     """A number of ranks; or a SPEC, because those may follow the numbers."""
     return text if text[:1].isalpha() else arguments.whole(2)(text)
@@ -153,21 +141,6 @@ def _run(options: argparse.Namespace) -> None:
     # Specs may follow the numbers.
     options.specs += [spec for spec in options.ranks if isinstance(spec, str)]
     counts = sorted({count for count in options.ranks if isinstance(count, int)})
-    if options.command == "plan":
-        return _plan(options, counts)
-    # The ranks of 2, 4, 8, … hosts, and the largest number.
-    largest = counts[-1] if counts else 10_000
-    powers = range(1, (largest // options.local_size - 1).bit_length())
-    counts = [*(options.local_size * 2**power for power in powers), largest]
-    _plan(options, counts)
-    print(
-        "hvdcompress scale is deprecated and will be removed: use hvdcompress plan, with the same "
-        f"options and --ranks {' '.join(map(str, counts))}",
-        file=sys.stderr,
-    )
-
-
-def _plan(options: argparse.Namespace, counts: List[int]) -> None:
     refuse = options.parser.error
     if options.network and options.latency is not None:
         refuse("--latency: not allowed with argument --network, which was measured")

@@ -11,7 +11,6 @@ import torch
 
 from ..adapters.binding import warn_once
 from ..adapters.process_sets import REFUSED_ALONE
-from ..deprecated import by_name
 from ..protocol.handshake import gather
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, State
@@ -52,7 +51,6 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             differently.
     """
 
-    @by_name
     def __init__(
         self,
         spec: Any,

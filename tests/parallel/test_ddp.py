@@ -54,7 +54,7 @@ def torchrun(*arguments):
 
 def test_check_under_torchrun(tmp_path):
     file = tmp_path / "network.json"
-    torchrun("-m", "horovod_compress", "check", "--million", "0.05", "--json", file)
+    torchrun("-m", "horovod_compress", "check", "--parameters", "0.05M", "--json", file)
     found = json.loads(file.read_text())
     assert found["good"] and len(found["installed"]["ranks"]) == 2
     assert not any(found["algorithms"]["torch.distributed"].values())

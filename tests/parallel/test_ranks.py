@@ -137,8 +137,8 @@ def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_pat
         "horovod_compress",
         "check",
         "topk",
-        "--million",
-        "1",
+        "--parameters",
+        "1M",
         "--json",
         out,
     ]
@@ -171,8 +171,8 @@ def test_check_finds_out_what_pays_and_plan_goes_on_from_there(launcher, tmp_pat
         "horovod_compress",
         "plan",
         "topk",
-        "--million",
-        "1",
+        "--parameters",
+        "1M",
         "--network",
         out,
         "--json",
@@ -196,7 +196,7 @@ def test_check_sees_what_differs():
         import horovod_compress
         horovod_compress.__version__ += f".dev{os.environ['HOROVOD_RANK']}"
         from horovod_compress.tools.cli import main
-        main(["check", "--million", "1"])
+        main(["check", "--parameters", "1M"])
     """
     command = [*LAUNCHERS["horovodrun-gloo"].format(size=2).split(), sys.executable, "-c", code]
     job = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)

@@ -96,24 +96,6 @@ def test_several_numbers_of_ranks_have_one_table_and_a_plot(capsys, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_scale_is_plan_with_powers_of_two_of_hosts(capsys, network):
-    options = "none", "--network", network, "--parameters", "1M", "--json", "-"
-    for local_size, ranks in ((1, [2, 4, 5]), (8, [16, 24])):
-        hosts = "--local-size", local_size
-        main(list(map(str, ("scale", *options, *hosts, "--ranks", ranks[-1]))))
-        out, err = capsys.readouterr()
-        numbers = " ".join(map(str, ranks))
-        assert (
-            "deprecated" in err
-            and f"hvdcompress plan, with the same options and --ranks {numbers}" in err
-        )
-        scaled = json.loads(out)
-        planned = json.loads(run(capsys, "plan", *options, *hosts, "--ranks", *ranks))
-        # Its work is measured anew.
-        del scaled["by_spec"]["fp16"], planned["by_spec"]["fp16"]
-        assert scaled == planned and scaled["ranks"] == ranks
-
-
 def test_what_waits_least_depends_on_the_link():
     light = Load({"allgather uint8": 1e5}, 1, 0, True, 0, 0.15, 0.01)
     both = {"none": Load({"allreduce float32": 1e8}, 1, 0, True, 0, 0, 0), "light": light}
@@ -187,9 +169,6 @@ def test_a_number_of_parameters_has_a_unit(capsys):
     for text, parameters in (("350k", 350_000), ("0.5M", 500_000), ("1000", 1000)):
         found = json.loads(run(capsys, "plan", "none", "--parameters", text, "--json", "-"))
         assert found["parameters"] == parameters
-    main(["plan", "none", "--million", "0.5", "--json", "-"])
-    out, err = capsys.readouterr()
-    assert json.loads(out)["parameters"] == 500_000 and "use --parameters 0.5M" in err
 
 
 def test_two_hosts_are_planned_by_default(capsys):
@@ -256,8 +235,6 @@ def test_exchanges_hide_behind_a_backward(capsys):
         (["plan", "--ranks", "2", "nope"], "unknown compressor 'nope'; there are: none, "),
         (["plan", "--library", "nccl"], "--library: invalid choice: 'nccl'"),
         (["plan", "--ranks", "8", "9", "--local-size", "2"], "9 ranks are not hosts of 2"),
-        (["scale", "--ranks", "9", "--local-size", "2"], "9 ranks are not hosts of 2"),
-        (["scale", "--ranks", "1"], "--ranks: must be a whole number, at least 2"),
         (["plan", "--network", "/nowhere.json"], "/nowhere.json cannot be read as JSON"),
         (
             ["plan", "--network", "x", "--link", "1gbit"],

@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 from ranks import gradients, ranks_of
 
-from horovod_compress import kernels
-from horovod_compress.compressors.base import REDUCER, Compressor, Traits
 from horovod_compress.compressors.bf16 import BFloat16
 from horovod_compress.compressors.fp16 import Float16
 from horovod_compress.compressors.maxnorm import MaxNorm
 from horovod_compress.compressors.none import NoCompression
-from horovod_compress.compressors.options import Count, OneOf, option
-from horovod_compress.compressors.state import LOCAL, SHARED, State
+from horovod_compress.compressors.options import Count, option
 from horovod_compress.compressors.topk import TopK
 from horovod_compress.compressors.wrapper import Wrapper, with_options
 from horovod_compress.engine.lockstep import make_ranks, run_step
-from horovod_compress.protocol.requests import Collective, ToReducer
+from horovod_compress.protocol.requests import ToReducer
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40)}
@@ -93,51 +90,7 @@ def test_nor_is_it_momentum_of_topk():
         np.testing.assert_array_equal(mine, last_result(TopK(ratio=0.1, min_numel=0)))
 
 
-def test_what_nothing_calls_any_more_is_refused():
-    with pytest.raises(TypeError, match="has owed, take_over, which nothing calls"):
-        type("Owing", (Compressor,), {"owed": None, "take_over": None})
-    with pytest.raises(TypeError, match="has end_step, which nothing calls .*: override `commit`"):
-        type("Ending", (Compressor,), {"end_step": None})
-
-
-def test_attributes_that_traits_now_say_still_work_with_a_warning():
-    class Own(State):
-        pass
-
-    old = {"id": "old", "paper": "a paper", "on_device": True, "state_type": Own}
-    with pytest.warns(DeprecationWarning, match="traits = Traits.paper=…, on_device=…, state"):
-        cls = type("Old", (NoCompression,), dict(old))
-    number = cls.traits.number
-    assert number >= 128
-    assert cls.traits == Traits(number, "a paper", on_device=True, state_type=Own)
-
-
-def test_old_names_still_work_with_a_warning():
-    """Of what algorithms of other packages import, declare and set."""
-    with pytest.warns(DeprecationWarning) as told:
-        from horovod_compress.compressors.base import HOST, Kept, Undo
-        from horovod_compress.compressors.options import Choice
-        from horovod_compress.protocol.requests import HostReduce
-
-        old = type("Old", (TopK,), {"kept": {"residual": Kept("local"), "age": Kept("shared")}})
-        state, undo = State("w"), Undo("residual", None, np.zeros(1))
-        state.undo = [undo]
-        assert state.undo == state.rollbacks == [undo]
-        assert kernels.host is kernels.cpu and Collective("host", "float32") == HOST
-    assert (Choice, HostReduce) == (OneOf, ToReducer) and HOST == REDUCER
-    assert old.roles == {"residual": LOCAL, "age": SHARED}
-    assert len(told) == 10 and {each.filename for each in told} == {__file__}
-    with pytest.raises(ImportError, match="Chance"):
-        from horovod_compress.compressors.options import Chance  # noqa: F401
-
-
-def test_what_a_class_is_mixed_with_may_say_them_too():
-    mixin = type("Mixin", (), {"takes_scale": True})
-    with pytest.warns(DeprecationWarning, match="write traits = Traits.takes_scale=…"):
-        cls = type("Mixed", (mixin, NoCompression), {"id": "mixed"})
-    assert cls.traits.takes_scale and cls.traits.number >= 128
-    with pytest.raises(TypeError, match="takes_scale must be a plain value: write traits"):
-        type("Asked", (NoCompression,), {"takes_scale": property(lambda self: False)})
+def test_names_of_what_others_have_to_know_are_taken():
     with pytest.raises(TypeError, match="named traits or policy"):
         type("Named", (NoCompression,), {"policy": "mine"})
 
