@@ -40,7 +40,7 @@ class Parts:
     of_none: Dict[str, Any] = {}
 
     def of_tensors(self, tensors: Iterable[Tensor]) -> Dict[str, Any]:
-        """What a state's header says of these."""
+        """The entries of a state's header for these."""
         return self.of_none
 
     def wrong(self, header: Mapping[str, Any]) -> Difference:
@@ -51,7 +51,7 @@ class Parts:
         """Raises ValueError where all ranks' parts do not make tensors up."""
 
     def alike(self, header: Mapping[str, Any]) -> Dict[str, Any]:
-        """What all ranks say alike, of what a header says."""
+        """The entries of a header that are the same on all ranks."""
         return {}
 
     def shape(self, header: Mapping[str, Any], name: str, array: np.ndarray) -> Tuple[int, ...]:
@@ -73,7 +73,7 @@ parts = Parts()
 
 
 class Saved(NamedTuple):
-    """What a state_dict says, read. header: all but the arrays; its rank is None where the arrays
+    """A state_dict that was read. header: all but the arrays; its rank is None where the arrays
     are means over all ranks."""
 
     header: Dict[str, Any]
@@ -143,10 +143,10 @@ def portable(state: Dict[str, Any], transport: AnyTransport, label: str) -> Dict
 def synced(
     state: Dict[str, Any], transport: AnyTransport, label: str, even: bool = False
 ) -> Dict[str, Any]:
-    """What this rank, whose state_dict is `state`, goes on from where ranks have come or gone: all
-    from rank 0's step. Ranks at that step keep what is theirs, or with `even` get the mean of
-    those; the others, which have just begun or failed elsewhere, get that mean, also of tensors
-    that they do not know yet. All ranks call it."""
+    """The state this rank continues from after ranks joined or left, at rank 0's step. Ranks at
+    that step keep their own `state`, or with `even` get the mean of those. The others, which have
+    just begun or failed elsewhere, get that mean, also of tensors that they do not know yet. All
+    ranks call it."""
     kinds = {
         name: {key: (a.dtype.name, a.shape) for key, a in named.items()}
         for name, named in state["tensors"].items()
@@ -189,10 +189,10 @@ def read(state: Any) -> Saved:
 
 
 def checked(state: Any, identity: Dict[str, Any], taken: Any) -> Saved:
-    """What this rank is to load, of what load_state_dict was given: its own state_dict, a portable
-    one, or all ranks' in any order. Of those it is its own at the same number of ranks, else their
-    mean. ValueError for states of another algorithm, seed, rank or number of ranks. taken: steps so
-    far, a number or one for each tensor."""
+    """The state for this rank to load. load_state_dict was given its own, a portable one, or all
+    ranks' in any order: of those its own at the same number of ranks, else their mean. ValueError
+    for states of another algorithm, seed, rank or number of ranks. taken: steps so far, a number or
+    one for each tensor."""
     found = _joined(state, identity) if isinstance(state, (list, tuple)) else read(state)
     expected = {"format": _FORMAT, **identity}
     if found.header["rank"] is None:
@@ -285,8 +285,8 @@ def refuse(difference: Difference) -> None:
 
 
 def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:
-    """What this rank loads of the states of all ranks. ValueError where one is missing, comes twice
-    or is not of the others' job and step."""
+    """The state for this rank, from those of all. ValueError where one is missing, comes twice, or
+    is not of the others' job and step."""
     by_rank: Dict[Any, Saved] = {}
     for each in map(read, states):
         refuse_not_finite(each.arrays, f" of rank {each.header['rank']}")
@@ -358,7 +358,7 @@ def _wrong_shapes(shapes: Any) -> Difference:
 
 
 def _layout(arrays: Arrays, header: Mapping[str, Any] = {}) -> Dict[str, Dict[str, str]]:
-    """What arrays are; header: of the state that has them, to say what whole ones would be."""
+    """Types and shapes of arrays. header: of their state, for the shapes of whole tensors."""
     return {
         name: {
             key: f"{array.dtype} of {parts.shape(header, name, array)}"

@@ -252,7 +252,7 @@ class Gossip:
 
     @property
     def loses_too_much(self) -> bool:
-        """Whether α was above 1 on average over a hundred steps of this process."""
+        """True if α was above 1 on average over a hundred steps of this process."""
         return len(self._alphas) == MEAN_OF and float(np.mean(self._alphas)) > 1
 
     @property

@@ -1,6 +1,5 @@
-"""What ranks of decentralized training send each other, and make of it: D-PSGD, DCD-PSGD and
-ECD-PSGD (Tang et al., NeurIPS 2018, arXiv 1803.06443), and CHOCO-SGD (Koloskova, Stich, Jaggi, ICML
-2019, arXiv 1902.00340).
+"""Formulas of decentralized training: D-PSGD, DCD-PSGD and ECD-PSGD (Tang et al., NeurIPS 2018,
+arXiv 1803.06443), and CHOCO-SGD (Koloskova, Stich, Jaggi, ICML 2019, arXiv 1902.00340).
 
 Each rank has a model x of its own. It sends its neighbors C(z), C being a compressor without error
 feedback, by which all of them keep the same public copy x̂ of x. A rank needs no copy of each
@@ -27,7 +26,7 @@ ALGORITHMS = ("dcd", "ecd", "choco", "exact")
 
 @dataclasses.dataclass
 class Copies:
-    """What a rank keeps of a tensor, flat float64 arrays: `public`, its public copy x̂; `mixed`,
+    """A rank's copies of a tensor, flat float64 arrays: `public`, its public copy x̂; `mixed`,
     W x̂ of all ranks; `own`, x as the last exchange has left it, which is `public` in DCD and where
     exchanges are exact, and which CHOCO does not need.
 
@@ -61,7 +60,7 @@ class Copies:
 
 # What is not finite is looked for later.
 def names_of_arrays(algorithm: str) -> List[str]:
-    """What `Copies.arrays` returns with an algorithm."""
+    """The keys of `Copies.arrays` with an algorithm."""
     return ["mixed", "public"] + ["own"] * (algorithm == "ecd")
 
 

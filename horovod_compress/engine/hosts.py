@@ -281,7 +281,7 @@ class HostPart(NamedTuple):
 
 
 class StateParts(checkpoint.Parts):
-    """What states say of host parts: {tensor: HostPart}, as "shards" in their headers."""
+    """Host parts in states: {tensor: HostPart}, as "shards" in their headers."""
 
     of_none = {"shards": {}}
 

@@ -1,5 +1,5 @@
-"""What tensors send as one message, of which each waits for its part: messages cost more than what
-is in them."""
+"""Small tensors' payloads as one message, of which each tensor waits for its part: messages cost
+more than their bytes."""
 
 import time
 from typing import Any, Callable, Iterator, List, Optional, Tuple, Union
@@ -17,7 +17,7 @@ Start = Callable[[str, Union[Allreduce, Allgather, Alltoall], Tensor], Callable[
 
 
 class _Shared:
-    """What many wait for: it is waited for once, and a failure is everybody's."""
+    """A result for many tensors: it is waited for once, and a failure is everybody's."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         self._wait: Optional[Callable[[], Any]] = wait

@@ -1,10 +1,10 @@
-"""What compressions tell of their steps: dictionaries, with the keys that each has."""
+"""Statistics and records of steps: dictionaries, with the keys that each has."""
 
 from typing import Any, Dict, Optional, TypedDict
 
 
 class TensorStats(TypedDict):
-    """What was sent of a tensor since the start: see `Driver.stats_by_tensor`."""
+    """Counts of a tensor since the start: see `Driver.stats_by_tensor`."""
 
     bytes_sent: int
     dense_bytes: int
@@ -12,7 +12,7 @@ class TensorStats(TypedDict):
 
 
 class Counted(TensorStats):
-    """What is counted of each step."""
+    """Counts of steps."""
 
     bytes_received: int
     encode_seconds: float
@@ -31,8 +31,8 @@ class Stats(Counted):
 
 
 class Counts(Counted):
-    """What a record has of all tensors, and of each: counts since the record before, and norms,
-    None where they are unknown or not finite."""
+    """The part of a record that is of all tensors, or of one: counts since the record before, and
+    norms, None where they are unknown or not finite."""
 
     ratio: Optional[float]
     gradient_norm: Optional[float]
@@ -40,7 +40,7 @@ class Counts(Counted):
 
 
 class TensorRecord(Counts):
-    """What a record has of a tensor."""
+    """The part of a record that is of one tensor."""
 
     numel: int
     compressor: str
@@ -59,13 +59,13 @@ class _Record(Counts):
 
 
 class Record(_Record, total=False):
-    """What a recorded step did: see `Recorder`. tensors: where they are recorded one by one."""
+    """The record of a step: see `Recorder`. tensors: where they are recorded one by one."""
 
     tensors: Dict[str, TensorRecord]
 
 
 class Candidate(TypedDict, total=False):
-    """What auto() has found of a candidate. seconds: the median step; steps: how many counted;
+    """A candidate that auto() has tried. seconds: the median step; steps: how many counted;
     error: the share of the first gradient's squared norm that it held back."""
 
     seconds: Optional[float]
@@ -74,7 +74,7 @@ class Candidate(TypedDict, total=False):
 
 
 class Plan(TypedDict):
-    """What auto() has found. spec: the candidate that was chosen, or None; candidates: by spec."""
+    """The result of auto(). spec: the candidate that was chosen, or None; candidates: by spec."""
 
     spec: Optional[str]
     ranks: int

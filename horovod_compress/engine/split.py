@@ -61,7 +61,7 @@ class Split(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What becomes of one tensor on one rank. bodies: (first, last, sparse body of the sums
+    """The result for one tensor on one rank. bodies: (first, last, sparse body of the sums
     accepted of these elements), None where something was not finite; left: (indices, values) for
     this rank's residual; scale: what sums were multiplied by."""
 
@@ -385,7 +385,7 @@ def _accept(
 
 
 def _largest(magnitude: np.ndarray, count: int) -> np.ndarray:
-    """Which are the `count` largest, of equal ones the first."""
+    """True for the `count` largest, of equal ones the first."""
     if count >= len(magnitude):
         return np.ones(len(magnitude), bool)
     threshold = np.partition(magnitude, -count)[-count]

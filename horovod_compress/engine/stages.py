@@ -85,7 +85,7 @@ class Stages:
 
     @property
     def brought(self) -> bool:
-        """Whether the reducer has brought all results that come."""
+        """True if the reducer has brought all results that come."""
         return len(self.open) <= self.at[DECODE] + self.at[AT_WORK]
 
     def let_go(self, pending: Pending) -> None:

@@ -49,18 +49,18 @@ class Tensor:
 
     @property
     def residual(self) -> Optional[np.ndarray]:
-        """What was not sent yet, up to date only after `apply_pending`; None where nothing is
-        kept."""
+        """The part of gradients that was not sent yet, up to date only after `apply_pending`; None
+        where none is kept."""
         return self.compressor.residual(self.state)
 
     @property
     def joins(self) -> bool:
-        """Whether the open step's payload travels with those of others. Alike on all ranks."""
+        """True if the open step's payload travels with those of others. Alike on all ranks."""
         bits = _UNKNOWN_BITS if self.bits is None else self.bits
         return self.numel * bits <= 8 * self.joins_up_to
 
     def waits(self, grad: np.ndarray) -> bool:
-        """Whether the open step, unless it is dense, encodes when all small tensors are there. On a
+        """True if the open step, unless it is dense, encodes when all small tensors are there. On a
         device kernels are called together in any case."""
         return self.declared == _GATHERED and self.joins and isinstance(grad, np.ndarray)
 
@@ -86,6 +86,6 @@ class Tensor:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the algorithm's state holds something of this rank's gradients."""
+        """True if the algorithm's state has parts of this rank's gradients."""
         roles = self.compressor.roles
         return any(roles.get(key) is LOCAL for key in self.state.arrays)

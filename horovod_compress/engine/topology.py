@@ -1,4 +1,4 @@
-"""Which ranks of decentralized training exchange with which, and with what weights."""
+"""The graph of ranks in decentralized training, with its weights."""
 
 import functools
 import math
@@ -82,7 +82,7 @@ class Topology:
         return exchanges
 
     def description(self) -> Dict[str, Any]:
-        """What all ranks must have alike: JSON-able."""
+        """The name and a checksum of the weights, JSON-able, for ranks to compare."""
         return {"name": self.name, "weights": zlib.crc32(self.weights.tobytes())}
 
 
@@ -97,7 +97,7 @@ def metropolis(linked: np.ndarray) -> np.ndarray:
 
 
 def _linked(name: str, size: int) -> np.ndarray:
-    """Which ranks exchange, as `metropolis` takes it."""
+    """The adjacency matrix of a topology, as `metropolis` takes it."""
     linked = np.full((size, size), float(name == "complete"))
     rows = 1
     if name == "torus":

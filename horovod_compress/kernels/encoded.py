@@ -1,4 +1,4 @@
-"""What encoders return: a payload's body in a buffer, with facts about it."""
+"""Results of encoders: a payload's body in a buffer, with facts about it."""
 
 from typing import NamedTuple, Union
 

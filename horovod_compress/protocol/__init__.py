@@ -1,1 +1,1 @@
-"""What a tensor's step may ask for, the bytes of its payloads, and how ranks compare."""
+"""Requests of a tensor's step, the bytes of its payloads, and comparisons between ranks."""

@@ -1,4 +1,4 @@
-"""Which ranks are on one machine."""
+"""The ranks of each machine."""
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 

@@ -1,4 +1,4 @@
-"""What a tensor's step asks of its driver: typed requests, of which each is answered once.
+"""Typed requests of a tensor's step to its driver, of which each is answered once.
 
 A compressor's `encode` may yield the collectives among them, and returns one as its payload.
 `Collective` is what a request is before there is an array: compressors declare those, because a
@@ -106,7 +106,7 @@ Lengths = Tuple[Callable[[int], int], Callable[[int], int]]
 
 
 class Arrived(NamedTuple):
-    """What an exchange of all tensors brings to one. result: for `Compressor.decode`; sent,
+    """A tensor's part of an exchange of all. result: for `Compressor.decode`; sent,
     received: the tensor's share of this rank's bytes."""
 
     result: Any

@@ -220,7 +220,7 @@ def _measure_network(ranks: Ranks) -> Network:
 def _measure_loads(
     ranks: Ranks, compressors: Dict[str, Any], model: loads.Model, say: Say
 ) -> Dict[str, Load]:
-    """What each of {spec: compressor} brings into a step, encoded and decoded on all ranks at once,
+    """The load of a step with each of {spec: compressor}, encoded and decoded on all ranks at once,
     as in training; the slowest rank's."""
     gradients, found = model.gradients(), {}
     for spec, compressor in compressors.items():
@@ -270,7 +270,7 @@ def _error_of(ranks: Ranks, id: str, transport: str) -> Optional[str]:
 
 
 def _exchanged(ranks: Ranks, spec: Any, steps: Sequence[Named]) -> Iterator[Named]:
-    """What a compression makes of this rank's gradients of each step."""
+    """Yields the results of a compression for this rank's gradients of each step."""
     params = {name: _parameter(grad.shape) for name, grad in steps[0].items()}
     with warnings.catch_warnings():
         # Nobody trains so.

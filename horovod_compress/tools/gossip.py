@@ -1,4 +1,4 @@
-"""What messages between neighbors would be in decentralized training, for `hvdcompress plan`."""
+"""Predicted messages of decentralized training, for `hvdcompress plan`."""
 
 from typing import Any, Dict, Sequence
 

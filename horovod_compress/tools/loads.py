@@ -1,5 +1,5 @@
-"""What a compression brings into a step: bytes and work, measured on this processor with few ranks
-and extrapolated to many."""
+"""Load of a step with a compression: bytes and work, measured on this processor with few ranks and
+extrapolated to many."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What a step takes with each of several compressions, by `cost`'s arithmetic on their measured
+"""Predicted times of a step with several compressions, by `cost`'s arithmetic on their measured
 loads."""
 
 import dataclasses

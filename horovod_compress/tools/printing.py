@@ -1,4 +1,4 @@
-"""What commands print and write: text, tables, JSON, a progress bar."""
+"""Output of commands: text, tables, JSON, a progress bar."""
 
 import json
 import pathlib
