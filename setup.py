@@ -1,4 +1,5 @@
-"""Builds the native kernels; everything else about the package is in pyproject.toml.
+"""Builds the native kernels, and stubs for editors and type checkers; everything else about the
+package is in pyproject.toml.
 
 environment:
   HOROVOD_COMPRESS_KERNELS=reference   builds none: the NumPy reference serves, which
@@ -10,10 +11,12 @@ environment:
 import glob
 import os
 import pathlib
+import subprocess
 import sys
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
+from setuptools.command.build_py import build_py
 from setuptools.errors import CCompilerError, ExecError, PlatformError
 
 flags = []
@@ -69,6 +72,16 @@ class BuildKernels(build_ext):
         return parts
 
 
+class BuildModules(build_py):
+    def run(self):
+        super().run()
+        folder = "." if self.editable_mode else self.build_lib
+        # The native kernels are not there yet.
+        environment = {**os.environ, "HOROVOD_COMPRESS_KERNELS": "reference"}
+        command = [sys.executable, "scripts/stubs.py", folder]
+        subprocess.run(command, env=environment, check=True)
+
+
 wanted = [] if os.environ.get("HOROVOD_COMPRESS_KERNELS") == "reference" else [native]
 with ParallelCompile():
-    setup(ext_modules=wanted, cmdclass={"build_ext": BuildKernels})
+    setup(ext_modules=wanted, cmdclass={"build_ext": BuildKernels, "build_py": BuildModules})
