@@ -5,7 +5,7 @@ from horovod_compress import ddp
 
 model = DDP(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-compression = ddp.compress(model, optimizer, "dgc:ratio=0.001")
+compression = ddp.compress(model, optimizer, "dgc:ratio=0.001,warmup_steps=1000")
 """
 
 from ..adapters.updates import Nesterov

@@ -4,7 +4,8 @@ and DistributedGradientTape.
     import horovod.tensorflow.keras as hvd
     import horovod_compress.tensorflow as hvdc
 
-    optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdc.Compression.dgc(ratio=0.001))
+    compression = hvdc.Compression.dgc(ratio=0.001, warmup_steps=1000)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
 """
 
 from ..adapters.process_sets import says_what_is_missing

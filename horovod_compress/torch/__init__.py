@@ -5,7 +5,7 @@ import horovod_compress.torch as hvdc
 
 optimizer = hvd.DistributedOptimizer(
     optimizer, named_parameters=model.named_parameters(),
-    compression=hvdc.Compression.dgc(ratio=0.001)
+    compression=hvdc.Compression.dgc(ratio=0.001, warmup_steps=1000)
 )
 """
 

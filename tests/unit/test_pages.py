@@ -82,6 +82,7 @@ ADVISING = [
     *(ROOT / "examples").rglob("*.py"),
     *(ROOT / "horovod_compress").rglob("*.py"),
 ]
+CHANGES = ROOT / "CHANGELOG.md"
 # Specs that are no recommendation, with what they are there for.
 SHOWN = {
     "adacomp:min_numel=256": "a measured run",
@@ -128,6 +129,47 @@ def test_what_is_recommended_is_the_same_everywhere():
     assert len(found) > 20
     others = {(name, spec) for name, spec in found if not is_recommended(spec)}
     assert not {(name, spec) for name, spec in others if spec not in SHOWN}
+
+
+# A call that gives a training its compression, with the spec or its options.
+MADE = re.compile(
+    r"Compression\.(dgc)\(([^)]*)\)|(?:ddp\.compress|comm_hook|from_spec)\([^\")]*\"(dgc):([^\"]*)\""
+)
+# Local steps of an exchange, as they are told with the numbers of ranks.
+ON_TWO = re.compile(r"every=(\d+)\b[^\n]*\bon 2 ranks")
+ON_MORE = re.compile(r"\bon more (\d+)|\bevery=(\d+)` on more")
+
+
+def advising():
+    """What advises, with its name."""
+    return {str(file.relative_to(ROOT)): file.read_text() for file in [*ADVISING, CHANGES]}
+
+
+def test_trainings_warm_up_where_that_is_recommended():
+    """Calls in code and in its comments too, where they give the ratio that is recommended."""
+    asked = {option for each in ADVICE for option in re.findall(r"`(\w+)=`", each.besides)}
+    assert asked == {"warmup_steps"}
+    made = [
+        (name, "".join(filter(None, its.groups())))
+        for name, text in advising().items()
+        for its in MADE.finditer(text)
+    ]
+    recommended = [its for its in made if re.search(r"ratio=0\.001\b", its[1])]
+    assert len(recommended) > 8
+    assert not [its for its in recommended if "warmup_steps=" not in its[1]]
+
+
+def test_local_steps_are_the_same_everywhere():
+    """In comments of code too."""
+    texts = advising()
+    on_two = {(name, int(its)) for name, text in texts.items() for its in ON_TWO.findall(text)}
+    on_more = {
+        (name, int("".join(its))) for name, text in texts.items() for its in ON_MORE.findall(text)
+    }
+    two, more = (each.every for each in ADVICE if each.every)
+    assert len(on_two) > 3 and len(on_more) > 3
+    assert {its for _, its in on_two} == {two}, on_two
+    assert {its for _, its in on_more} == {more}, on_more
 
 
 def test_the_citation_has_the_version():
