@@ -18,13 +18,14 @@ class Variance(GatheringCompressor):
 
         r ← r + Σ_z g_z/|B|,  v ← v + Σ_z (g_z/|B|)²      z: the samples of the rank's batch B
         where r² > alpha·v:  send r,  r ← 0,  v ← 0;       elsewhere v ← zeta·v
+        but where |r| < 0.75·2^(E − 7):  keep r and v      E = ⌊log2 max |r|⌋ of those to send
         with tau, where |r| > tau too:  send sign(r)·tau,  r ← r − sign(r)·tau,
                                         v ← max(v − 2·|r|·tau + tau², 0)
 
     r accumulates gradients, and v the squares of what each sample contributed to them. v decays by
-    zeta where nothing is sent. Values are rounded to powers of two, a sign and a 3-bit exponent
-    each (section 4.2), after which r and v are 0 there. With `tau`, Strom's threshold is required
-    too and sign(r)·tau is sent (section 4.4).
+    zeta where r is ambiguous. Values are rounded to powers of two, a sign and a 3-bit exponent each
+    (section 4.2), after which r and v are 0 there; what is too small for that waits. With `tau`,
+    Strom's threshold is required too and sign(r)·tau is sent (section 4.4).
 
     `moments` says what counts as a sample, and the same alpha means something else in each.
     minibatch works everywhere and is not the paper's, and has cost accuracy: this rank's gradient

@@ -60,15 +60,17 @@ def powers(r):
 
 def test_variances_codes_are_powers_of_two_within_seven_of_the_largest():
     gradient = (np.sign(normal(2000)) * 2.0 ** RNG.uniform(-12, 3, 2000)).astype(np.float32)
-    payload, compressor, state = payload_of(
-        "variance:min_numel=0", gradient, squares=np.zeros(2000, np.float32)
-    )
+    squares = gradient**2 / 2
+    payload, compressor, state = payload_of("variance:min_numel=0", gradient, squares=squares)
     sent, expected = decoded(compressor, payload.body, 2000), powers(gradient)
     np.testing.assert_array_equal(sent, expected)
     kept = expected == 0
     assert 100 < kept.sum() < 1900
-    # What is not sent waits.
+    # What is not sent waits, and its v does not decay.
+    top = math.floor(math.log2(np.abs(gradient).max()))
+    np.testing.assert_array_equal(kept, np.abs(gradient) < 0.75 * 2.0 ** (top - 7))
     np.testing.assert_array_equal(state.arrays["r"], np.where(kept, gradient, 0))
+    np.testing.assert_array_equal(state.arrays["v"], np.where(kept, squares, 0))
     assert len(payload.body) < 2000 * 32 / 8 / 3  # the paper has 32 bits an entry
 
 
