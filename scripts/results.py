@@ -1,11 +1,16 @@
-"""Writes the tables of docs/results/*.md from the measured points in docs/results/data/*.jsonl.
+"""Writes the tables of README.md and docs/ from the measured points in docs/results/data/*.jsonl,
+and compares the figures of their prose with the points.
 
-A table stands between a comment with its layout and a comment that ends it:
+A table stands between a comment with its layout and a comment that ends it, and a comment after
+some prose lists the figures in it:
 
     <!-- results {"table": "growth", "rows": ["ranks"], "columns": {"ms a step": "{step}"}} -->
     <!-- end of results -->
 
-docs/results/data/README.md describes points and layouts.
+    With 8 ranks a step of dgc takes 557.4 ms.
+    <!-- figures [{"table": "growth", "at": {"ranks": 8}, "as": "{dgc} ms"}] -->
+
+docs/results/data/README.md describes points, layouts and figures.
 """
 
 import argparse
@@ -18,10 +23,19 @@ import pathlib
 import re
 import statistics
 import sys
-from typing import Any, NamedTuple, Optional
+from typing import Any, Iterator, NamedTuple, Optional
 
-PAGES = pathlib.Path(__file__).resolve().parents[1] / "docs" / "results"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"(<!-- results (\{.*?\})\s-->\n).*?(<!-- end of results -->)", re.DOTALL)
+FIGURES = re.compile(r"<!-- figures (\[.*?\])\s-->", re.DOTALL)
+# What of a page is no prose: code, comments, targets of links.
+NO_PROSE = re.compile(r"^```.*?^```$|<!--.*?-->|`[^`]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
+# What in prose looks measured: decimals, intervals, and numbers with a unit.
+_NUMBER = r"\d+(?:\.\d+)?"
+MEASURED = re.compile(
+    rf"{_NUMBER} ± {_NUMBER}|{_NUMBER} (?:%|points|times|ms|s|kB|MB|bits)(?!\w)|\d+\.\d+"
+)
 REQUIRED = {"at", "figures", "units", "command", "machine", "date"}
 OPTIONAL = {"seeds", "commit", "against"}
 STEPS = 20_000
@@ -74,6 +88,32 @@ class Estimate(NamedTuple):
         return f"{mean}{'' if self.half is None else f' ± {self.half:.{digits}f}'}{unit}"
 
 
+class Change:
+    """A difference from a baseline, as templates show it.
+
+    In tables it has its sign, and is bold where the interval does not contain 0. Prose gives what
+    is shown, and in how many digits: `:+` with the sign, `:above` and `:below` without, where the
+    words say it; `:+.1` with one digit at most.
+    """
+
+    def __init__(self, found: Estimate, digits: int, unit: str = "") -> None:
+        self.found, self.digits, self.unit = found, digits, unit
+
+    def __format__(self, spec: str) -> str:
+        side, _, digits = spec.partition(".")
+        upwards, mean = {"above": 1, "below": -1}.get(side), self.found.mean
+        if upwards and upwards * mean < 0:
+            raise ValueError(f"{self} is not {side} the baseline")
+        shown = self.found._replace(mean=abs(mean)) if upwards else self.found
+        sign = "" if upwards else "+"
+        text = shown.shown(int(digits) if digits else self.digits, sign, self.unit)
+        significant = self.found.half is not None and abs(mean) > self.found.half
+        return f"**{text}**" if not spec and significant else text
+
+    def __str__(self) -> str:
+        return format(self)
+
+
 class Figure:
     """A figure of a point, as templates show it.
 
@@ -85,6 +125,8 @@ class Figure:
 
     def __init__(self, value: Any, seeds: list) -> None:
         self.value, self.n, self.baseline = value, len(seeds), None
+        if isinstance(value, (int, decimal.Decimal)):
+            self.by_seed, self.mean, self.sd, self.digits = {}, float(value), None, digits_of(value)
         if isinstance(value, dict):
             self.by_seed = {key: float(its) for key, its in value.items() if key.isdigit()}
             known = value.get("mean")
@@ -117,10 +159,10 @@ class Figure:
         base = self.baseline
         if base is None:
             raise KeyError("no baseline")
-        if "differences" in self.value:
+        if isinstance(self.value, dict) and "differences" in self.value:
             half = Estimate.of(self.value["differences"]).half
             return Estimate(self.mean - base.mean, half), base.mean
-        if len(self.by_seed) == self.n and self.by_seed.keys() <= base.by_seed.keys():
+        if 0 < len(self.by_seed) == self.n and self.by_seed.keys() <= base.by_seed.keys():
             pairs = [(its, base.by_seed[seed]) for seed, its in self.by_seed.items()]
             reference = statistics.fmean(other for _, other in pairs)
             return Estimate.of([its - other for its, other in pairs]), reference
@@ -129,27 +171,36 @@ class Figure:
         return Estimate(self.mean - base.mean, half), base.mean
 
     @property
-    def difference(self) -> str:
-        """Against the baseline; bold where the 95 % interval does not contain 0."""
-        found, _ = self._difference()
-        return emphasized(found, found.shown(self.digits, "+"))
+    def difference(self) -> Change:
+        """Against the baseline."""
+        return Change(self._difference()[0], self.digits)
 
     @property
-    def percent(self) -> str:
+    def percent(self) -> Change:
         """The same, relative to the baseline."""
         found, reference = self._difference()
-        relative = Estimate(*(its and 100 * its / reference for its in found))
-        return emphasized(found, relative.shown(1, "+", " %"))
+        return Change(Estimate(*(its and 100 * its / reference for its in found)), 1, " %")
+
+    @property
+    def ratio(self) -> str:
+        """To the baseline, of single numbers and medians."""
+        if self.baseline is None:
+            raise KeyError("no baseline")
+        mine, base = (
+            float(its.median if isinstance(its.value, list) else its.value)
+            for its in (self, self.baseline)
+        )
+        return f"{mine / base:.3g}"
+
+    @property
+    def share(self) -> str:
+        """A number as a share of one, in percent."""
+        return f"{(100 * self.value).normalize():f} %"
 
 
 def digits_of(number: Any) -> int:
     """How many there are behind the point."""
     return max(0, -decimal.Decimal(str(number)).as_tuple().exponent)
-
-
-def emphasized(found: Estimate, shown: str) -> str:
-    """Bold if an interval is known and does not contain 0."""
-    return f"**{shown}**" if found.half is not None and abs(found.mean) > found.half else shown
 
 
 # -- points and tables
@@ -197,19 +248,19 @@ def named(at: dict) -> str:
     return ", ".join(f"{key} {its}" for key, its in at.items())
 
 
+def matches(point: dict, at: dict) -> bool:
+    """Whether a point has these settings, each a value or a list of values."""
+    return all(
+        point["at"].get(key) in (its if isinstance(its, list) else [its]) for key, its in at.items()
+    )
+
+
 def chosen(layout: dict, tables: dict) -> list:
     """The points of a layout, with all that its templates may name."""
     rows = []
     for part in layout.get("from", [layout]):
         at = part.get("at", {})
-        found = [
-            point
-            for point in tables.get(part["table"], [])
-            if all(
-                point["at"].get(key) in (its if isinstance(its, list) else [its])
-                for key, its in at.items()
-            )
-        ]
+        found = [point for point in tables.get(part["table"], []) if matches(point, at)]
         if not found:
             raise ValueError(f"no point of {part['table']} is at {named(at)}")
         for point in found:
@@ -279,17 +330,82 @@ def written(page: str, tables: dict) -> str:
     return TABLE.sub(table, page)
 
 
-def main(arguments: Optional[list] = None, folder: pathlib.Path = PAGES) -> int:
+# -- figures in prose
+
+
+def stated(entry: dict, tables: dict) -> list:
+    """The texts that an entry of a list of figures stands for."""
+    points = tables.get(entry["table"], [])
+    found = [point for point in points if matches(point, entry["at"])]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} points of {entry['table']} are at {named(entry['at'])}")
+    point, templates = found[0], entry["as"]
+    point["used"] = True
+    if "against" in entry:
+        shown = {
+            name: Figure(its.value, point.get("seeds", [])) for name, its in point["shown"].items()
+        }
+        point = {**point, "against": entry["against"], "shown": shown}
+        set_baseline(entry["table"], point, points)
+    return [
+        template.format(**point["shown"])
+        for template in ([templates] if isinstance(templates, str) else templates)
+    ]
+
+
+def listed(page: str, tables: dict) -> Iterator[tuple]:
+    """(prose, [(figure, its entry)]) of each list of figures in a page: what is above it, from the
+    list or heading before."""
+    begin = 0
+    for layout in FIGURES.finditer(page):
+        prose = NO_PROSE.sub(" ", TABLE.sub(" ", page[begin : layout.start()]))
+        prose = HEADING.split(prose)[-1]
+        # A text is a setting: nothing that was measured.
+        yield (
+            " ".join(prose.split()),
+            [
+                (text, entry)
+                for entry in json.loads(layout[1], parse_float=decimal.Decimal)
+                for text in ([entry] if isinstance(entry, str) else stated(entry, tables))
+            ],
+        )
+        begin = layout.end()
+
+
+def unlike(prose: str, figures: list) -> list:
+    """What of some prose is not as its list of figures has it."""
+    wrong, at = [], 0
+    for text, entry in figures:
+        found = re.compile(rf"(?<![\d.+−]){re.escape(text)}(?!\.?\d)").search(prose, at)
+        if found is None:
+            wrong.append(f"no {text} after “…{prose[:at][-40:]}”: {entry}")
+        else:
+            wrong += unlisted(prose[at : found.start()])
+            at = found.end()
+    return wrong + unlisted(prose[at:])
+
+
+def unlisted(prose: str) -> list:
+    """What looks measured where no listed figure is."""
+    return [
+        f"{its[0]} is in no list: “…{prose[: its.end()][-40:]}”" for its in MEASURED.finditer(prose)
+    ]
+
+
+def main(arguments: Optional[list] = None, root: pathlib.Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if not current")
     options = parser.parse_args(arguments)
-    tables = {path.stem: read_points(path) for path in sorted(folder.glob("data/*.jsonl"))}
+    data = sorted(root.glob("docs/results/data/*.jsonl"))
+    tables = {path.stem: read_points(path) for path in data}
     wrong = []
-    for path in sorted(folder.glob("*.md")):
+    for path in sorted([*root.glob("README.md"), *root.glob("docs/**/*.md")]):
         before = path.read_text(encoding="utf-8")
         after = written(before, tables)
+        for prose, figures in listed(after, tables):
+            wrong += [f"{path.name}: {its}" for its in unlike(prose, figures)]
         if after != before and options.check:
             wrong.append(f"{path.name} is not current: run scripts/results")
         elif after != before:

@@ -1,4 +1,5 @@
-"""The tables of docs/results are those that their points make."""
+"""The tables of the documentation are those that their points make, and figures in prose are
+theirs."""
 
 import json
 import pathlib
@@ -42,16 +43,17 @@ def other(accuracy, run="dgc:ratio=0.01", **more):
 def pages(tmp_path):
     """Returns what writes points and a page of them, and gives its table's rows."""
 
+    data, page = tmp_path / "docs/results/data/t.jsonl", tmp_path / "README.md"
+    data.parent.mkdir(parents=True)
+
     def made(*points):
-        data = tmp_path / "data"
-        data.mkdir(exist_ok=True)
-        (data / "t.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
-        (tmp_path / "page.md").write_text(PAGE)
+        data.write_text("".join(json.dumps(point) + "\n" for point in points))
+        page.write_text(PAGE)
         assert results.main([], tmp_path) == 0
-        lines = (tmp_path / "page.md").read_text().splitlines()
+        lines = page.read_text().splitlines()
         return [line for line in lines if line.startswith("|")][2:]
 
-    made.folder = tmp_path
+    made.data, made.page, made.root = data, page, tmp_path
     return made
 
 
@@ -67,22 +69,66 @@ def test_every_figure_has_a_unit():
 
 
 def test_what_is_not_current_is_said_and_left(tmp_path, capsys):
-    shutil.copytree(PAGES, tmp_path / "results")
-    page = tmp_path / "results" / "performance.md"
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    page = tmp_path / "docs" / "results" / "performance.md"
     changed = re.sub(r"\| \d+ \|", "| 0 |", page.read_text(), count=1)
     assert changed != page.read_text()
     page.write_text(changed)
-    assert results.main(["--check"], tmp_path / "results") == 1
+    assert results.main(["--check"], tmp_path) == 1
     assert "performance.md is not current: run scripts/results" in capsys.readouterr().err
     assert page.read_text() == changed
-    assert results.main([], tmp_path / "results") == 0
+    assert results.main([], tmp_path) == 0
     assert page.read_text() == (PAGES / "performance.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return {path.stem: results.read_points(path) for path in (PAGES / "data").glob("*.jsonl")}
+
+
+@pytest.mark.parametrize(
+    "page, least", [("README.md", 8), ("docs/choose.md", 25), ("docs/results/findings.md", 80)]
+)
+def test_a_figure_with_one_digit_changed_is_said(page, least, tables):
+    changed = 0
+    for prose, figures in results.listed((ROOT / page).read_text(), tables):
+        assert not results.unlike(prose, figures)
+        for found in results.MEASURED.finditer(prose):
+            for digit in re.finditer(r"\d", found[0]):
+                at, other = found.start() + digit.start(), str((int(digit[0]) + 1) % 10)
+                told = results.unlike(prose[:at] + other + prose[at + 1 :], figures)
+                assert told, prose[at - 40 : at + 20]
+            changed += 1
+    assert changed > least
+
+
+def test_figures_in_prose_are_those_of_points(pages):
+    pages(POINT, other({"mean": 89.0, "sd": 0.3}, against={"run": "none"}))
+    tables = {"t": results.read_points(pages.data)}
+
+    def said(prose, *entries):
+        page = f"{prose}\n\n<!-- figures {json.dumps(entries)} -->\n"
+        return [its for found in results.listed(page, tables) for its in results.unlike(*found)]
+
+    entry = {"table": "t", "at": {"run": "dgc:ratio=0.01"}}
+    below = {**entry, "as": ["{accuracy.difference:below}", "{accuracy.percent:+.0}"]}
+    prose = "With `ratio=0.01` it ends 1.0 ±\n0.7 points below, −1 ± 1 %, of 2 ranks."
+    assert not said(prose, below)
+    wrong = said(prose.replace("1.0", "2.0"), below)
+    assert wrong[0].startswith("no 1.0 ± 0.7 after") and "2.0 ± 0.7 is in no list" in wrong[1]
+    assert len(said(prose.replace("−1", "+1"), below)) == 2
+    assert said(f"{prose} Or 3 %.", below) and not said(f"{prose} Or 3 %.", below, "3 %")
+    with pytest.raises(ValueError, match="−1.0 ± 0.7.* is not above the baseline"):
+        said(prose, {**entry, "as": "{accuracy.difference:above}"})
+    with pytest.raises(ValueError, match="0 points of t are at run fp16"):
+        said(prose, {**entry, "at": {"run": "fp16"}, "as": "{accuracy}"})
 
 
 def test_a_point_that_no_page_shows_is_an_error(pages, capsys):
     pages(POINT)
-    (pages.folder / "page.md").write_text("No table.")
-    assert results.main(["--check"], pages.folder) == 1
+    pages.page.write_text("No table.")
+    assert results.main(["--check"], pages.root) == 1
     assert "t.jsonl: no page shows the point at run none" in capsys.readouterr().err
 
 
@@ -180,6 +226,6 @@ def test_benchmarks_write_points(tmp_path):
 )
 def test_a_layout_that_shows_nothing_is_refused(pages, right, wrong, said):
     pages(POINT)
-    (pages.folder / "page.md").write_text(PAGE.replace(right, wrong))
+    pages.page.write_text(PAGE.replace(right, wrong))
     with pytest.raises(ValueError, match=said):
-        results.main([], pages.folder)
+        results.main([], pages.root)
