@@ -28,8 +28,10 @@ from typing import Any, Iterator, NamedTuple, Optional
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"(<!-- results (\{.*?\})\s-->\n).*?(<!-- end of results -->)", re.DOTALL)
 FIGURES = re.compile(r"<!-- figures (\[.*?\])\s-->", re.DOTALL)
-# What of a page is no prose: code, comments, targets of links.
-NO_PROSE = re.compile(r"^```.*?^```$|<!--.*?-->|`[^`]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+# What of a page is no prose: code, comments, targets of links, papers.
+NO_PROSE = re.compile(
+    r"^```.*?^```$|<!--.*?-->|`[^`]+`|\]\([^)]*\)|arXiv [\d.]+", re.DOTALL | re.MULTILINE
+)
 HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
 # What in prose looks measured: decimals, intervals, and numbers with a unit.
 _NUMBER = r"\d+(?:\.\d+)?"

@@ -30,7 +30,7 @@ def cautions(compressor: Compressor, optimizer: Any) -> Iterator[str]:
         yield (
             f"{compressor.id} compresses gradients of {type(optimizer).__name__}, which divides by "
             "their second moments. Entries that come late and large mislead those: trainings ended "
-            "up to 16 % above none, some above ranks that exchange nothing. Compress updates in "
+            "up to 66 % above none, some above ranks that exchange nothing. Compress updates in "
             "place of gradients: UpdateOptimizer(optimizer, …, "
             f"compression={ADAM.spec!r}), on 2 ranks with every={ADAM.every} "
             "(docs/guides/updates.md)"

@@ -81,8 +81,8 @@ ADVISING = [
     *(ROOT / "docs" / "guides").glob("*.md"),
     *(ROOT / "examples").rglob("*.py"),
     *(ROOT / "horovod_compress").rglob("*.py"),
+    ROOT / "CHANGELOG.md",
 ]
-CHANGES = ROOT / "CHANGELOG.md"
 # Specs that are no recommendation, with what they are there for.
 SHOWN = {
     "adacomp:min_numel=256": "a measured run",
@@ -123,9 +123,13 @@ def helps():
         yield " ".join(["--help", *command]), said.getvalue()
 
 
+def advising():
+    """All texts that advise, by name."""
+    return dict(helps(), **{str(file.relative_to(ROOT)): file.read_text() for file in ADVISING})
+
+
 def test_what_is_recommended_is_the_same_everywhere():
-    texts = dict(helps(), **{str(file.relative_to(ROOT)): file.read_text() for file in ADVISING})
-    found = {(name, spec) for name, text in texts.items() for spec in specs_in(text)}
+    found = {(name, spec) for name, text in advising().items() for spec in specs_in(text)}
     assert len(found) > 20
     others = {(name, spec) for name, spec in found if not is_recommended(spec)}
     assert not {(name, spec) for name, spec in others if spec not in SHOWN}
@@ -138,11 +142,6 @@ MADE = re.compile(
 # Local steps of an exchange, as they are told with the numbers of ranks.
 ON_TWO = re.compile(r"every=(\d+)\b[^\n]*\bon 2 ranks")
 ON_MORE = re.compile(r"\bon more (\d+)|\bevery=(\d+)` on more")
-
-
-def advising():
-    """What advises, with its name."""
-    return {str(file.relative_to(ROOT)): file.read_text() for file in [*ADVISING, CHANGES]}
 
 
 def test_trainings_warm_up_where_that_is_recommended():
