@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes what of the documentation follows from the code: in docs/algorithms/ what each algorithm
 does and its options, in docs/choose.md what is recommended, docs/reference/, and from docstrings
-of modules the folders in docs/how-it-works.md and layouts in docs/wire-format.md.
+of modules the folders in docs/how-it-works.md and layouts in docs/wire-format.md. docs/index.md
+shows the changes to a script that README.md and docs/start/ddp.md show.
 
 It stands in its page between two comments, and what is written by hand around it stays. --check
 writes nothing, and fails where a page is not current. Needs no framework.
@@ -190,6 +191,16 @@ def recommended():
     return table(("your situation", "start with", "measured against none"), rows)
 
 
+def changes():
+    """What the site's first page shows of README.md and docs/start/ddp.md."""
+    parts = []
+    for title, page in (("Horovod", "README.md"), ("DistributedDataParallel", "docs/start/ddp.md")):
+        diff = re.search(r"(?ms)^```diff\n.*?^```$", (ROOT / page).read_text())
+        assert diff, page
+        parts += [f"With {title}:", diff[0]]
+    return "\n\n".join(parts)
+
+
 def docstring(path):
     """The paragraphs of a module's docstring, read from its source."""
     source = (ROOT / "horovod_compress" / path).read_text()
@@ -273,6 +284,7 @@ def commands():
 
 # What is generated of each page, by its path in docs/.
 PAGES = {
+    "index.md": changes,
     **{f"algorithms/{id}.md": lambda its=its: algorithm_page(its) for id, its in REGISTRY.items()},
     "algorithms/index.md": index,
     "choose.md": recommended,
