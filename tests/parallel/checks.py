@@ -1,6 +1,12 @@
 """What cases are made of."""
 
 import contextlib
+import io
+import pathlib
+import re
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def registry():
@@ -51,3 +57,31 @@ def assert_equal(mine, its):
         assert len(mine) == len(its)
         for pair in zip(mine, its):
             assert_equal(*pair)
+
+
+def scripts_of_pages(call):
+    """{page: script} of those Python blocks in pages that are whole scripts, because they make a
+    call that begins a job."""
+    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    found = {}
+    for page in pages:
+        for block in re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text()):
+            if call in block:
+                assert page not in found, f"{page} has two scripts"
+                found[page] = block
+    assert found
+    return found
+
+
+def said_by(script, page, module, *begins_and_ends):
+    """What this rank prints as it runs a script. The job has begun already, and goes on, so that
+    the module's functions of these names do nothing."""
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        called = [
+            stack.enter_context(mock.patch.object(module, name)) for name in begins_and_ends
+        ]
+        exec(compile(script, str(page), "exec"), {"__name__": "__main__"})
+    for each in called:
+        each.assert_called_once()
+    return said.getvalue()

@@ -4,7 +4,7 @@ import copy
 
 import horovod.torch as hvd
 import torch
-from checks import raises, registry
+from checks import raises, registry, said_by, scripts_of_pages
 from torch import nn
 
 import horovod_compress.torch as hvdc
@@ -289,3 +289,10 @@ def gradients_that_are_views_of_one_tensor():
         models.append(model)
     assert_close(models[1], models[0])
     assert_replicas_identical(models[2])
+
+
+@case(2)
+def the_readmes_script_runs_as_pasted():
+    for page, script in scripts_of_pages("hvd.init()").items():
+        said = said_by(script, page, hvd, "init")
+        assert ("times fewer bytes" in said) == (hvd.rank() == 0), said

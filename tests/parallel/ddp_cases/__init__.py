@@ -3,11 +3,23 @@ test_ddp.py."""
 
 from checks import joined
 
-from . import algorithms, devices, errors, hosts, mass, options, states, transport, unused, updates
+from . import (
+    algorithms,
+    devices,
+    errors,
+    hosts,
+    mass,
+    options,
+    pages,
+    states,
+    transport,
+    unused,
+    updates,
+)
 from .training import start
 
 __all__ = ["CASES", "start"]
 
 CASES = joined(
-    transport, algorithms, options, unused, mass, states, errors, updates, hosts, devices
+    transport, algorithms, options, unused, mass, states, errors, updates, hosts, devices, pages
 )
