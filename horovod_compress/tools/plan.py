@@ -104,21 +104,21 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
         "--parameters",
         type=arguments.parameters,
         metavar="N",
-        help="a model of so many parameters, such as 25.6M",
+        help="in place of --model: the number of a model's parameters, such as 25.6M",
     )
     parser.add_argument(
         "--tensors",
         type=arguments.whole(1),
         metavar="N",
-        help="with --parameters: in so many tensors (default: 16, or as many as have a million "
-        "each)",
+        help="with --parameters: the number of tensors (default: one for each million parameters, "
+        "at least 16)",
     )
     parser.add_argument(
         "--backward",
         type=arguments.number,
         default=0.0,
         metavar="MS",
-        help="milliseconds of a backward pass, behind which the exchange hides (default: 0)",
+        help="milliseconds of a backward pass, which the exchange overlaps with (default: 0)",
     )
     arguments.add_json(parser)
 
