@@ -78,9 +78,7 @@ def said_by(script, page, module, *begins_and_ends):
     the module's functions of these names do nothing."""
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        called = [
-            stack.enter_context(mock.patch.object(module, name)) for name in begins_and_ends
-        ]
+        called = [stack.enter_context(mock.patch.object(module, name)) for name in begins_and_ends]
         exec(compile(script, str(page), "exec"), {"__name__": "__main__"})
     for each in called:
         each.assert_called_once()
