@@ -35,15 +35,15 @@ class Binding(ABC):
     """A compression bound to what hands its gradients over. Construction exchanges nothing: ranks
     compare their configurations at the first gradient, or in `handshake`."""
 
-    def __init__(self, label: str, active: bool) -> None:
-        # Which names of collectives begin with.
-        self._label = label
+    def __init__(self, active: bool) -> None:
         # Whether there is more than one rank, or may be.
         self._active = active
         self._agreed = False
         self._machine: Optional[Machine] = None
         self._has_told_of_float32 = False
 
+    # Which names of collectives begin with.
+    _label = "hvdc"
     # Whether ranks may come and go.
     _elastic = False
     # Whether an elastic state has this compression, where ranks may come and go.
@@ -106,6 +106,7 @@ class Binding(ABC):
     def _meet(self) -> None:
         """Does what features have to arrange for tensors that have come. All ranks call it, before
         a step."""
+        self._exchange.label = self._label
         if self._machine is not None and self._machine.due:
             self._machine.arrange(self._transport, self._label, self._placement().machine)
 

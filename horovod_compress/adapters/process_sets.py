@@ -1,21 +1,15 @@
 """What compressions on Horovod share, in both frameworks: process sets, and elastic jobs."""
 
-import collections
-import itertools
 from abc import abstractmethod
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..engine import checkpoint
-from ..protocol.handshake import gather
+from ..protocol.handshake import gather, warning_when_stalled
 from ..protocol.machine import Placement
 from .binding import Binding, is_elastic
 
-# Collectives are named by process set and number: the ranks of a set make their compressions on it
-# in the same order. Sets are identified by their ranks here, because Horovod reuses the id of a
-# removed set; that of all ranks, whose number may change, by none.
-_numbers: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 REFUSED_ALONE = (
     "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train "
     "on two ranks or more, or in an elastic job "
@@ -47,6 +41,11 @@ _EMPTY = (
 class HorovodBinding(Binding):
     """A compression bound to a process set of a framework's Horovod. `hvd` is initialized."""
 
+    # From which on this process has given none to a compression.
+    _unused_numbers = 0
+    # By which ranks know this compression; None before its first collective.
+    _number: Optional[int] = None
+
     def __init__(self, hvd: Any, process_set: Any, hint: str = "") -> None:
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a compression")
@@ -75,17 +74,30 @@ class HorovodBinding(Binding):
         active = bool(self._process_set.included()) and (
             self._process_set.size() > 1 or self._elastic
         )
-        super().__init__(f"hvdc.{self._process_set.process_set_id}", active)
+        super().__init__(active)
         # Since the last `_resize`.
         self._ranks = self._rank_and_size()
 
-    def _number(self) -> None:
-        """Gives this compression the next number, which is part of its collectives' names. All
-        ranks of the process set call it alike."""
-        ranks = (
-            () if self._process_set.process_set_id == 0 else tuple(self._process_set.ranks or ())
-        )
-        self._label += f".{next(_numbers[ranks])}"
+    @property
+    def _label(self) -> str:  # type: ignore[override]
+        """What names of collectives begin with. To be asked where all ranks of the process set are:
+        the first time they give this compression a number."""
+        if self._number is None:
+            self._agree_on_number()
+        return f"hvdc.{self._process_set.process_set_id}.{self._number}"
+
+    def _agree_on_number(self) -> None:
+        """Takes rank 0's number, or where that has none yet, one that none of the ranks has used,
+        whatever else they have made or were asked."""
+        name = f"hvdc.{self._process_set.process_set_id}.number"
+        with warning_when_stalled(
+            f"not all {self._transport.size} ranks have come to the first step with a compression "
+            f"yet (collective {name})"
+        ):
+            said = gather(self._transport, name, [self._number, HorovodBinding._unused_numbers])
+        unused = max(each for _, each in said)
+        self._number = unused if said[0][0] is None else said[0][0]
+        HorovodBinding._unused_numbers = max(unused, self._number + 1)
 
     def check_process_set(self, reducing: Any) -> None:
         """ValueError where Horovod reduces gradients over another process set than this
@@ -156,14 +168,13 @@ class HorovodBinding(Binding):
     def _resize(self) -> None:
         """From the next step on, ranks are those that are there now."""
         self._ranks = self._rank_and_size()
-        self._exchange.resize(*self._ranks, self._label)
+        self._exchange.resize(*self._ranks)
 
     def _sync(self) -> None:
-        """All ranks, those that stay and those that have just begun, go on from rank 0's step.
-        Names of collectives are rank 0's from now on, for what a process has made before does not
-        matter."""
+        """All ranks, those that stay and those that have just begun, go on from rank 0's step,
+        under its names of collectives, which traced functions hold."""
         self._adopt(gather(self._transport, "hvdc.elastic.spec", self._settings())[0])
-        self._label = gather(self._transport, "hvdc.elastic", self._label)[0]
+        self._agree_on_number()
         self._synced, self._agreed = True, False
         self._exchange.rollback()
         self._resize()

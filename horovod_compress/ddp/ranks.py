@@ -25,7 +25,7 @@ class RanksBinding(Binding):
     _ranks: DistributedTransport
 
     def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
-        Binding.__init__(self, "hvdc", dist.get_world_size(group) > 1)
+        Binding.__init__(self, dist.get_world_size(group) > 1)
         if self._active:
             self._ranks = DistributedTransport(_group_beside(group))
             self._places = _places(self._ranks)

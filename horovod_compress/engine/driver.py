@@ -49,17 +49,18 @@ class Driver(ABC):
     there is one rank only, nothing is held back, because nothing travels; machine: the ranks of
     this one's machine, where features need them. `extensions` are by name, the innermost first."""
 
+    # Which names of collectives begin with: of steps that follow.
+    label = "hvdc"
+
     def __init__(
         self,
         compressor: Compressor,
         rank: int,
         size: int,
-        label: str,
         dense_alone: bool = False,
         machine: Optional[Machine] = None,
     ) -> None:
         self.compressor = compressor
-        self._label = label
         self._dense_alone = dense_alone
         self.machine = machine
         self._tensors: Dict[str, Tensor] = {}
@@ -247,11 +248,9 @@ class Driver(ABC):
         """Says what is known of the coming steps: fields of `Step` by name."""
         self._now = dataclasses.replace(self._now, **known)
 
-    def resize(self, rank: int, size: int, label: str) -> None:
-        """From the next step on, this is rank `rank` of `size`, and names of collectives begin with
-        `label`. What is kept stays."""
+    def resize(self, rank: int, size: int) -> None:
+        """From the next step on, this is rank `rank` of `size`. What is kept stays."""
         self.end_step()
-        self._label = label
         self.expect(rank=rank, size=size)
         for tensor in self._tensors.values():
             tensor.declared, tensor.checked = tensor.compressor.collectives(size), False

@@ -74,7 +74,7 @@ class Exchange(Driver):
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the
     compressor being this one or a variant (other momentum for another parameter group). Every
     tensor of a step is submitted before the first is finished; a step ends when all that was
-    submitted is finished. label: what its collectives' names begin with; others: as in Driver.
+    submitted is finished. Others: as in Driver.
     """
 
     def __init__(
@@ -82,11 +82,10 @@ class Exchange(Driver):
         compressor: Compressor,
         transport: Transport,
         tensors: Dict[str, Tuple[tuple, Compressor]],
-        label: str = "hvdc",
         dense_alone: bool = False,
         machine: Optional[Machine] = None,
     ) -> None:
-        super().__init__(compressor, transport.rank, transport.size, label, dense_alone, machine)
+        super().__init__(compressor, transport.rank, transport.size, dense_alone, machine)
         self.transport = transport
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
@@ -127,7 +126,7 @@ class Exchange(Driver):
         if self._stages.all and (not self._stages.open or name in self._stages.all):
             self._end()
         if not self._stages.all:
-            self._collectives = self.transport.in_step(f"{self._label}:ranks")
+            self._collectives = self.transport.in_step(f"{self.label}:ranks")
         step = self._now
         if not (squares is None and lr is None and base is None):
             step = dataclasses.replace(step, squares=squares, lr=lr, base=base)
@@ -301,7 +300,7 @@ class Exchange(Driver):
     ) -> Callable[[], Any]:
         """Starts an exchange whose name ends with the suffix. tensor: with which the step's numbers
         are counted."""
-        name = self._label + suffix
+        name = self.label + suffix
         if isinstance(request, Allgather):
             return self._collectives.allgather(name, request.array)
         if isinstance(request, Alltoall):
@@ -309,7 +308,7 @@ class Exchange(Driver):
         if self._numbers is None:
             numbers = Allreduce(step_numbers(self._now.index))
             tensor.count(numbers)
-            self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
+            self._numbers = self._collectives.allreduce(f"{self.label}:step", numbers.array)
         return self._collectives.allreduce(name, request.array, request.op)
 
     def _encode_small(self) -> None:

@@ -124,8 +124,10 @@ class Gossip:
         topology: of all ranks.
         transport: what moves messages.
         shapes: of the tensors, by name, in one order on all ranks.
-        label: what names of messages begin with.
     """
+
+    # What names of messages begin with.
+    label = "gossip"
 
     def __init__(
         self,
@@ -135,10 +137,9 @@ class Gossip:
         topology: Topology,
         transport: Transport,
         shapes: Dict[str, Tuple[int, ...]],
-        label: str = "gossip",
     ) -> None:
         self.algorithm, self.zeta, self.topology = algorithm, zeta, topology
-        self.transport, self._label = transport, label
+        self.transport = transport
         self.neighbors = topology.neighbors(transport.rank)
         self._number = compressor.traits.number
         told = [repr(compressor), algorithm, list(map(list, shapes.items()))]
@@ -234,7 +235,7 @@ class Gossip:
         """Makes W x̂ anew, of public copies that ranks send each other. All ranks call it, where an
         error may have left them with different ones."""
         mine = np.array([self.steps], np.int64)
-        self.steps = int(self.transport.allreduce(f"{self._label}.steps", mine, "max")()[0])
+        self.steps = int(self.transport.allreduce(f"{self.label}.steps", mine, "max")()[0])
         self._finite, self.failure = True, None
         copies = [self.copies[tensor.name] for tensor in self._tensors]
         publics = [each.public.view(np.uint8) for each in copies]
@@ -320,7 +321,7 @@ class Gossip:
 
     def _send(self, name: str, frame: np.ndarray) -> None:
         self.counts["bytes_sent"] += frame.nbytes * len(self.neighbors)
-        wait = self.transport.neighbors(f"{self._label}.{name}", frame, self.neighbors)
+        wait = self.transport.neighbors(f"{self.label}.{name}", frame, self.neighbors)
         self._wait = lambda: {self.transport.rank: frame, **wait()}
 
     def _received(self) -> Dict[int, List[np.ndarray]]:

@@ -54,7 +54,7 @@ STALLED = 60.0
 _FIRST_GRADIENT = "come to their first gradient with this compression"
 _SAME_START = (
     "Start all ranks with the same model, compression options, kernels and version of "
-    "horovod-compress"
+    "horovod-compress, and let several compressions have their first gradients in one order on all"
 )
 
 

@@ -7,13 +7,13 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..adapters.binding import description_of, requested_compressor
+from ..adapters.binding import Binding, description_of, requested_compressor
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..engine import checkpoint
 from ..engine.exchange import Exchange
 from ..engine.snapshot import Snapshots
-from ..protocol.handshake import AnyTransport, agree
+from ..protocol.handshake import agree
 from ..protocol.machine import Machine
 from ..transport.base import Transport
 from .lifecycle import Event
@@ -136,7 +136,6 @@ class OptimizerCompression(OptimizerSteps):
             self._compressor,
             self._transport,
             self._tensors,
-            self._label,
             self._elastic,
             self._machine,
         )
@@ -171,7 +170,7 @@ class OptimizerCompression(OptimizerSteps):
         """
         if portable:
             self._refuse_uneven("save a portable state after the block")
-        return state_of(self._exchange, self._transport, self._label, portable)
+        return state_of(self, portable)
 
     def discard(self) -> None:
         """Forgets the last step, as if its gradients had never been; to be called on all ranks.
@@ -285,13 +284,11 @@ def refuse_begun_within_step(compressor: Compressor) -> None:
         )
 
 
-def state_of(
-    exchange: Exchange, transport: AnyTransport, label: str, portable: bool
-) -> Dict[str, Any]:
-    """What an exchange keeps, in tensors and plain values; portable: the mean of all ranks'."""
-    state = exchange.state_dict()
+def state_of(binding: Binding, portable: bool) -> Dict[str, Any]:
+    """What its exchange keeps, in tensors and plain values; portable: the mean of all ranks'."""
+    state = binding._exchange.state_dict()
     if portable:
-        state = checkpoint.portable(state, transport, label)
+        state = checkpoint.portable(state, binding._transport, binding._label)
     state["tensors"] = {
         name: {key: torch.from_numpy(array) for key, array in arrays.items()}
         for name, arrays in state["tensors"].items()

@@ -40,7 +40,6 @@ class UpdateExchange(Averaging):
             self._compressor,
             self._transport,
             self._tensors(self._compressor),
-            self._label,
             dense_alone=self._elastic,
             machine=self._machine,
         )
@@ -131,7 +130,7 @@ class UpdateExchange(Averaging):
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """What is not sent yet, as tensors and plain values."""
-        return state_of(self._exchange, self._transport, self._label, portable and self._active)
+        return state_of(self, portable and self._active)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Continues from what state_dict has returned on this rank, or from a list of all ranks',

@@ -113,7 +113,6 @@ class BoundCompression(GraphCompression):
         self._exchange: GraphExchange = GraphExchange(
             self._compressor,
             *self._rank_and_size(),
-            self._label,
             dense_alone=self._elastic,
         )
         if discardable or grad_scaler is not None:
@@ -137,7 +136,6 @@ class BoundCompression(GraphCompression):
         self._exchange.compressor = self._compressor
         if optimizer is not None and self._active:
             self._optimizer_class = before_applying(optimizer, self._before_applied)
-        self._number()
         self._agreed = False
 
     def _before_applied(

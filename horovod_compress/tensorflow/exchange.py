@@ -64,10 +64,9 @@ class GraphExchange(Driver):
         compressor: Compressor,
         rank: int,
         size: int,
-        label: str,
         dense_alone: bool = False,
     ) -> None:
-        super().__init__(compressor, rank, size, label, dense_alone)
+        super().__init__(compressor, rank, size, dense_alone)
         # For what tensors share; each tensor's own is in one thread at a time.
         self._lock = threading.Lock()
         self._calls = itertools.count()

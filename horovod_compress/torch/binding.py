@@ -16,7 +16,6 @@ class TorchBinding(HorovodBinding):
 
     def __init__(self, process_set: Any) -> None:
         super().__init__(hvd, process_set)
-        self._number()
         # By whether MPI moves payloads.
         self._transports: Dict[bool, Transport] = {}
 

@@ -117,16 +117,14 @@ class DecentralizedOptimizer(OptimizerAround):
                 "DecentralizedOptimizer does not serve elastic jobs, where ranks come and go: use "
                 "UpdateOptimizer, or save portable states and start again"
             )
-        ranks = _Ranks(process_set)
-        self._transport, self._label = ranks._transport_of(compressor), ranks._label
+        self._ranks = _Ranks(process_set)
+        self._transport = self._ranks._transport = self._ranks._transport_of(compressor)
         graph = Topology(topology, self._transport.size)
         self._slots = [
             Slot(name, param) for name, param in trained(optimizer, named_parameters).items()
         ]
         shapes = {slot.name: tuple(slot.param.shape) for slot in self._slots}
-        self._gossip = Gossip(
-            compressor, algorithm, zeta, graph, self._transport, shapes, self._label
-        )
+        self._gossip = Gossip(compressor, algorithm, zeta, graph, self._transport, shapes)
         # What must be alike on all ranks.
         self._told = {
             **description_of(compressor),
@@ -192,7 +190,8 @@ class DecentralizedOptimizer(OptimizerAround):
             mean = self._mean(i, slot.param)
             apart += float((slot.param.detach().cpu() - mean).square().sum())
             size += float(mean.square().sum())
-        return gather(self._transport, f"{self._label}.consensus", (apart / (size or 1.0)) ** 0.5)
+        name = f"{self._ranks._label}.consensus"
+        return gather(self._transport, name, (apart / (size or 1.0)) ** 0.5)
 
     def resync(self) -> None:
         """Makes what ranks hold of each other anew. All ranks call it, after a WireError, which all
@@ -270,7 +269,8 @@ class DecentralizedOptimizer(OptimizerAround):
     def _mean(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, float64 on the CPU. i: its number, alike on all ranks."""
         wide = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
-        summed = self._transport.allreduce(f"{self._label}.mean.{i}", wide.numpy().reshape(-1))()
+        name = f"{self._ranks._label}.mean.{i}"
+        summed = self._transport.allreduce(name, wide.numpy().reshape(-1))()
         return torch.from_numpy(summed).view(tensor.shape).div_(self._transport.size)
 
     def _begin(self) -> None:
@@ -284,11 +284,12 @@ class DecentralizedOptimizer(OptimizerAround):
         self._refuse_unknown()
         if self._agreed:
             return
+        self._gossip.label = self._ranks._label
         sums, loaded = self._checksums(), bool(self._gossip.copies)
         parameters: Any = (_SAVED if sums == self._sums else _OTHERS) if loaded else sums
         agree(
             self._transport,
-            self._label,
+            self._ranks._label,
             {
                 **self._told,
                 "exchanges": self._gossip.steps,

@@ -38,7 +38,7 @@ def together(ranks, even=False, resized=True):
     if resized:
         for rank, (exchange, transport) in enumerate(zip(ranks, Loopback.group(len(ranks)))):
             exchange.transport = transport
-            exchange.resize(rank, len(ranks), "hvdc")
+            exchange.resize(rank, len(ranks))
     on_all_ranks(sync, ranks)
     return ranks
 

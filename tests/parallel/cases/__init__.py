@@ -9,6 +9,7 @@ from checks import joined
 
 from . import (
     algorithms,
+    asked,
     automatic,
     decentralized,
     defaults,
@@ -51,6 +52,7 @@ CASES = joined(
     uneven,
     unbound,
     switches,
+    asked,
     automatic,
     recording,
     updates,

@@ -161,7 +161,7 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
     (state,) = compression.state_dict()["tensors"].values()
     assert np.array_equal(state["residual"], expected.state[hvd.rank()]["Variable"]["residual"])
     with raises(RuntimeError, "the loss scale has come to"):
-        GraphExchange(get_compressor("topk"), 0, 2, "label").begin(0, 2, 2.0**61)
+        GraphExchange(get_compressor("topk"), 0, 2).begin(0, 2, 2.0**61)
     with raises(TypeError, "grad_scaler must be"):
         hvdc.Compression.topk(grad_scaler=4.0)
     # One that does not know the scale.
@@ -176,7 +176,7 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
 @case(2)
 def damaged_states_are_refused():
     """At once, also where variables are not known yet."""
-    known, new = (GraphExchange(get_compressor("topk:min_numel=0"), 0, 2, "label") for _ in "ab")
+    known, new = (GraphExchange(get_compressor("topk:min_numel=0"), 0, 2) for _ in "ab")
     known.add("w", (3, 4), known.compressor)
     state = known.state_dict()
     state["tensors"]["w"]["residual"][5] = np.nan
@@ -192,7 +192,7 @@ def damaged_states_are_refused():
 def a_gradient_of_a_call_that_is_forgotten():
     """Many calls have begun since, or the compression was switched."""
     compressor, grad = get_compressor("topk:min_numel=0"), np.ones(12, np.float32)
-    exchange = GraphExchange(compressor, 0, 2, "label")
+    exchange = GraphExchange(compressor, 0, 2)
     exchange.add("w", (3, 4), compressor)
     first, *_, last = (exchange.begin(0, 2) for _ in range(101))
     with raises(RuntimeError, "w: its gradient came after 100 later calls"):
