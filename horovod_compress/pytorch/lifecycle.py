@@ -159,23 +159,24 @@ class Lifecycle:
             unexpected = f"{event.value!r} cannot come where a step is {self.state.value!r}"
             raise RuntimeError(REFUSALS.get((self.state, event), unexpected))
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: Optional[str]) -> None:
         """Marks the step as one whose results cannot be used.
 
         Args:
-            why: the reason, for the error at the step's end. The first one counts.
+            why: the reason, for the error at the step's end; None where one is raised now. The
+                first one counts.
         """
         if self.take(Event.FAIL):
             self._why = why
 
-    def failure(self) -> RuntimeError:
+    def failure(self) -> Optional[RuntimeError]:
         """Rolls back a step that has failed.
 
         Returns:
-            The error to raise.
+            The error to raise; None where one was raised before.
         """
         self.take(Event.ROLLBACK)
-        return RuntimeError(_ROLLED_BACK.format(why=self._why))
+        return None if self._why is None else RuntimeError(_ROLLED_BACK.format(why=self._why))
 
     @contextlib.contextmanager
     def closure(self) -> Iterator[None]:

@@ -8,10 +8,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Un
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from ..adapters.binding import warn_once
 from ..adapters.process_sets import REFUSED_ALONE
 from ..protocol.handshake import gather
+from ..protocol.wire import WireError
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, State
 from ..pytorch.optimizers import in_grad_scaler
@@ -222,19 +224,31 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             self._look_for_changes()
         # An exception came after Horovod had handed this result over.
         if tensor is None:
-            self._fail(slot, grad, f"the step was interrupted while the result of {slot.name} came")
-            self._exchange.fail_tensor(slot.name)
-            self._end_where_last(slot.param)
+            if self._step.state is not State.IDLE:
+                why = f"the step was interrupted while the result of {slot.name} came"
+                self._fail(slot, grad, why)
+                self._exchange.fail_tensor(slot.name)
+                self._end_where_last(slot.param)
             return grad
-        self._exchange.finish(
-            slot.name,
-            carrier
-            if tensor is sent or tensor.data_ptr() == sent.data_ptr()
-            else flat(tensor, not isinstance(carrier, np.ndarray)),
-        )
-        # Of a sparse one Horovod copies the result at once.
-        if memory is not grad or is_sparse(slot.param.grad):
-            self._exchange.settle()
+        try:
+            self._exchange.finish(
+                slot.name,
+                carrier
+                if tensor is sent or tensor.data_ptr() == sent.data_ptr()
+                else flat(tensor, not isinstance(carrier, np.ndarray)),
+            )
+            # Of a sparse one Horovod copies the result at once.
+            if memory is not grad or is_sparse(slot.param.grad):
+                self._exchange.settle()
+        except HorovodInternalError:
+            raise
+        except (WireError, RuntimeError):
+            # Of a step the first error is enough.
+            told = self._step.state is State.FAILED
+            self._step.fail(None)
+            self._exchange.fail_tensor(slot.name)
+            if not told:
+                raise
         if memory is not grad:
             self._copy_result(memory, grad)
         if id(slot.param) in self._results_after:
@@ -314,7 +328,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         self._step.fail(why)
         optimizer.synchronize()
         # Only sparse gradients were under way, which Horovod reduces by itself.
-        raise self._step.failure()
+        raise self._step.failure() or RuntimeError(why)
 
     def _refuse_brought(self) -> None:
         """RuntimeError where results would be exchanged as if they were other gradients."""
@@ -336,16 +350,21 @@ class BoundCompression(OptimizerCompression, TorchBinding):
 
     def _end_where_last(self, param: torch.Tensor) -> None:
         """After a parameter's result. RuntimeError where that was the last one of a step that has
-        failed."""
+        failed, and no error has said so."""
         if self._exchange.under_way:
             return
-        self._watch.results_came(param)
         if self._step.state is not State.FAILED:
+            self._watch.results_came(param)
             self._step.take(Event.ARRIVE)
             return
         self._exchange.fail()
-        horovod_internals.rollback_step(self._optimizer)
-        raise self._step.failure()
+        failure = self._step.failure()
+        if failure is not None:
+            horovod_internals.rollback_step(self._optimizer)
+            raise failure
+        for slot in self._reduced():
+            if slot.param.grad is not None:
+                slot.param.grad.zero_()
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """As of OptimizerCompression. A rank that is not in the process set loads nothing."""

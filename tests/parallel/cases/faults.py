@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import horovod_compress.torch as hvdc
+from horovod_compress import WireError
 from horovod_compress.compressors.topk import TopK
 from horovod_compress.transport.horovod import HorovodTransport
 
@@ -190,6 +191,36 @@ class Interrupted(TopK):
 def reload(run, saved):
     for each, state in zip(run, saved):
         each.load_state_dict(state)
+
+
+@case(2)
+def a_payload_that_does_not_fit_leaves_no_trace():
+    """One tensor's, first, amid or last, or all: the error, then synchronize() and zero_grad() as
+    after any other, and bit for bit the step has never been."""
+    topk = "topk:ratio=0.1,sample_ratio=1,min_numel=0"
+    for spec in (topk, f"{topk},exchange=split", "adacomp:min_numel=0"):
+        reference, run = setup(spec, discardable=True), setup(spec, discardable=True)
+        model, compression, optimizer = run
+        tensors = compression._exchange._tensors
+        names = list(tensors)
+        for seed, changed in enumerate((names[:1], names[2:3], names[-1:], names)):
+            train(*reference[::2], batches(1, seed))
+            train(model, optimizer, batches(1, seed))
+            digests = {name: tensors[name].digest for name in changed}
+            for name in changed:
+                tensors[name].digest += hvd.rank()
+            optimizer.zero_grad()
+            loss_of(model, next(batches(1, seed=9))).backward()
+            with raises(WireError, f"rank {1 - hvd.rank()}"):
+                optimizer.step()
+            optimizer.synchronize()
+            assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
+            optimizer.zero_grad()
+            for name, digest in digests.items():
+                tensors[name].digest = digest
+        for each in (reference, run):
+            train(*each[::2], batches(1))
+        assert_same(run, reference, spec)
 
 
 @case(2)
