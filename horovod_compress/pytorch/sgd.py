@@ -3,7 +3,8 @@ instead."""
 
 import functools
 import inspect
-from typing import Any, Callable, Dict, List, Optional, Set
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -69,6 +70,8 @@ class SGDTakeover:
         # id(parameter) → name, of those whose gradients come.
         self._names = names
         self._compressor = compressor
+        # One of the gradients that the last step has used: its parameter, itself and its version.
+        self._used: Optional[Tuple[torch.Tensor, Any, int]] = None
         # What gives groups back what the step under way has suspended; the last comes first.
         self._restoring: List[Callable[[], Any]] = []
         # Of buffers of parameters without weight decay that were found to hold something:
@@ -173,6 +176,8 @@ class SGDTakeover:
                 continue
             if not skipped:
                 self._add_decay(optimizer.state, group, params, momentum, nesterov, scale)
+            grad: Any = params[0].grad
+            self._used = params[0], weakref.ref(grad), grad._version
             suspended: Dict[str, Any] = {"momentum": 0, "nesterov": False, "weight_decay": 0}
             if len(params) < len(with_gradient):
                 # The others' do not: SGD does all of these, in a group of their own.
@@ -183,6 +188,14 @@ class SGDTakeover:
             before = {key: group[key] for key in suspended}
             self._restoring.append(functools.partial(group.update, before))
             group.update(suspended)
+
+    def uses_again(self) -> bool:
+        """Whether gradients are those that the last step has used, with a momentum in them."""
+        if self._used is None:
+            return False
+        param, used, version = self._used
+        grad = param.grad
+        return grad is not None and grad is used() and grad._version == version
 
     def restore(self) -> None:
         """Gives the groups back what a step has suspended."""

@@ -12,7 +12,7 @@ from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
 from ..protocol.handshake import agree
 from ..transport.base import Transport
-from .lifecycle import Event, Lifecycle
+from .lifecycle import Event, Lifecycle, State
 from .moments import Moments
 from .optimizers import closure_of, in_grad_scaler, skips, with_closure
 from .parameters import Slot, Slots, Streams
@@ -154,6 +154,13 @@ class OptimizerSteps(Binding):
         """Prepares the results that are there, if any, for the optimizer to use."""
         self._refuse_unreduced(optimizer, in_closure)
         if not self._step.take(event):
+            if self._step.state is State.IDLE and self._takeover.uses_again():
+                warn_once(
+                    "optimizer.step() comes a second time on the same gradients. "
+                    f"{self._compressor.id} has taken over SGD's momentum, and they hold it, so "
+                    "this step is not the one that SGD takes without compression: bring new "
+                    "gradients before each step, or make the compression with momentum=0"
+                )
             return
         keeps = self._exchange.keeps_state
         if keeps and event is Event.SCALED_STEP and self._grad_scaler is None:

@@ -264,6 +264,44 @@ def test_gradients_that_are_read_or_used_again(options):
     assert_close(*models)
 
 
+def new_gradients(model):
+    """What may come between two steps: none, other ones, and those of Horovod's own step."""
+    params = list(model.parameters())
+    yield lambda: model.zero_grad()
+    yield lambda: model.zero_grad(set_to_none=False)
+    yield lambda: [param.grad.mul_(0.5) for param in params]
+    yield lambda: [setattr(param, "grad", torch.zeros_like(param)) for param in params]
+
+
+@pytest.mark.parametrize("skipping", [True, False])
+@pytest.mark.parametrize(
+    ("spec", "told"), [(DENSE, True), (f"{DENSE},momentum=0", False), ("topk:min_numel=0", False)]
+)
+def test_a_second_step_on_the_same_gradients(spec, told, skipping):
+    model = model_of()
+    wrapped = wrap(model, sgd(model, weight_decay=0.1), made(spec))
+
+    def said_in_two_steps(between):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for loss in losses(model, 2):
+                model.zero_grad()
+                loss().backward()
+                wrapped.synchronize()
+                with wrapped.skip_synchronize():
+                    wrapped.step()
+                    between()
+                    if skipping:
+                        wrapped.step()
+                if not skipping:
+                    wrapped.step()
+        return [each for each in said if "a second time on the same gradients" in str(each.message)]
+
+    for between in new_gradients(model):
+        assert not said_in_two_steps(between)
+    assert len(said_in_two_steps(lambda: None)) == told
+
+
 def test_parameters_that_are_updated_by_hand():
     model = model_of()
     wrapped = wrap(model, sgd(model), made("topk:min_numel=0", discardable=True))
