@@ -72,7 +72,7 @@ class Recorder(Extension):
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, not {every!r}")
-        to = os.fspath(to) if isinstance(to, os.PathLike) else to
+        to = os.path.expanduser(to) if isinstance(to, (str, os.PathLike)) else to
         if not isinstance(to, str) and not callable(to) and not hasattr(to, "add_scalar"):
             raise TypeError(
                 f"records go to a path, a callable or an object with add_scalar(tag, value, step), "
@@ -327,7 +327,7 @@ def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
         OSError: the file cannot be read.
         ValueError: a line is no record; in one line, with the file and the line's number.
     """
-    with open(path, "rb") as file:
+    with open(os.path.expanduser(path), "rb") as file:
         lines = file.read().split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):

@@ -62,6 +62,7 @@ class StateCheckpoint(TellsOfIdling):
             _write(self._file(self._filepath.format(epoch=epoch + 1)), state)
 
     def _file(self, path: str) -> str:
+        path = os.path.expanduser(path)
         return f"{path}.npz" if self._portable else f"{path}.rank{hvd.rank()}.npz"
 
 

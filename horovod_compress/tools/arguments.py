@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import os
 import pathlib
 import re
 from typing import Callable
@@ -77,6 +78,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 def output(text: str) -> str:
     """A file in a folder that exists."""
+    text = os.path.expanduser(text)
     if not pathlib.Path(text).resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {pathlib.Path(text).parent}")
     return text

@@ -125,7 +125,7 @@ class Network:
             ValueError: the file is no such file. The message says what is wrong.
         """
         try:
-            found = json.loads(pathlib.Path(path).read_text())
+            found = json.loads(pathlib.Path(path).expanduser().read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         found = found.get("network") if isinstance(found, dict) else None

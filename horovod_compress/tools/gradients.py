@@ -1,6 +1,7 @@
 """Gradients to measure with: random ones, or those of a file."""
 
 import math
+import os
 import re
 import zipfile
 from typing import Any, Dict, List, Tuple
@@ -46,6 +47,7 @@ def load_gradients(path: str) -> List[Named]:
     Raises:
         ValueError: an array cannot be a gradient. The message names the entry.
     """
+    path = os.path.expanduser(path)
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not there, or not an .npz file")
     steps: Dict[int, Named] = {}

@@ -111,12 +111,13 @@ def test_gradients_of_float64_have_norms_too():
     assert [r["gradient_norm"] for r in records] == [pytest.approx(40**0.5 * 1e-30), None]
 
 
-def test_files_are_appended_to_and_ranks_have_their_own(tmp_path):
-    one, own = tmp_path / "run.jsonl", tmp_path / "run.{rank}.jsonl"
+def test_files_are_appended_to_and_ranks_have_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    one, own = tmp_path / "run.jsonl", "~/run.{rank}.jsonl"
     recorded("topk:min_numel=0", 4, one, 2)
     recorded("topk:min_numel=0", 4, own, 2)
     assert [(r["rank"], r["step"]) for r in recording.read(one)] == [(0, 0), (0, 2)]
-    assert [(r["rank"], r["step"]) for r in recording.read(tmp_path / "run.1.jsonl")] == [
+    assert [(r["rank"], r["step"]) for r in recording.read("~/run.1.jsonl")] == [
         (1, 0),
         (1, 2),
     ]
@@ -292,9 +293,11 @@ def file_of_records(tmp_path, by_tensor=True):
 
 
 @pytest.mark.parametrize("by_tensor", [True, False])
-def test_a_report_lists_tensors_and_draws(tmp_path, capsys, by_tensor):
+def test_a_report_lists_tensors_and_draws(tmp_path, capsys, by_tensor, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     path, picture = file_of_records(tmp_path, by_tensor), tmp_path / "run.png"
-    cli.main(["report", str(path), "--plot", str(picture)])
+    # The shell leaves what is behind a = as it is.
+    cli.main(["report", str(path), "--plot=~/run.png"])
     shown = capsys.readouterr().out
     assert "topk, rank 0 of 2, steps 0 to 10, 3 records" in shown and report.WHOLE in shown
     assert all(
