@@ -230,31 +230,32 @@ class BoundCompression(OptimizerCompression, TorchBinding):
                 self._exchange.fail_tensor(slot.name)
                 self._end_where_last(slot.param)
             return grad
-        try:
-            self._exchange.finish(
-                slot.name,
-                carrier
-                if tensor is sent or tensor.data_ptr() == sent.data_ptr()
-                else flat(tensor, not isinstance(carrier, np.ndarray)),
-            )
-            # Of a sparse one Horovod copies the result at once.
-            if memory is not grad or is_sparse(slot.param.grad):
-                self._exchange.settle()
-        except HorovodInternalError:
-            raise
-        except (WireError, RuntimeError):
-            # Of a step the first error is enough.
-            told = self._step.state is State.FAILED
-            self._step.fail(None)
-            self._exchange.fail_tensor(slot.name)
-            if not told:
-                raise
+        own = tensor is sent or tensor.data_ptr() == sent.data_ptr()
+        reduced = carrier if own else flat(tensor, not isinstance(carrier, np.ndarray))
+        # Of a sparse one Horovod copies the result at once.
+        self._finish(slot.name, reduced, memory is not grad or is_sparse(slot.param.grad))
         if memory is not grad:
             self._copy_result(memory, grad)
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
         self._end_where_last(slot.param)
         return grad
+
+    def _finish(self, name: str, reduced: Any, at_once: bool) -> None:
+        """Takes in what Horovod has reduced. at_once: the result is needed now."""
+        try:
+            self._exchange.finish(name, reduced)
+            if at_once:
+                self._exchange.settle()
+        except HorovodInternalError:
+            raise
+        except (WireError, RuntimeError):
+            # Of a step the first one is enough.
+            told = self._step.state is State.FAILED
+            self._step.fail(None)
+            self._exchange.fail_tensor(name)
+            if not told:
+                raise
 
     def _look_for_changes(self) -> None:
         """Fails the step where the user has changed a gradient of it. When its first result comes,
@@ -349,8 +350,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         slot.param.grad = grad  # Horovod puts results there.
 
     def _end_where_last(self, param: torch.Tensor) -> None:
-        """After a parameter's result. RuntimeError where that was the last one of a step that has
-        failed, and no error has said so."""
+        """After a parameter's result. The last one ends a step that has failed."""
         if self._exchange.under_way:
             return
         if self._step.state is not State.FAILED:
@@ -358,13 +358,10 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             self._step.take(Event.ARRIVE)
             return
         self._exchange.fail()
-        failure = self._step.failure()
-        if failure is not None:
+        if failure := self._step.failure():
             horovod_internals.rollback_step(self._optimizer)
             raise failure
-        for slot in self._reduced():
-            if slot.param.grad is not None:
-                slot.param.grad.zero_()
+        horovod_internals.clear_gradients(self._optimizer)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """As of OptimizerCompression. A rank that is not in the process set loads nothing."""

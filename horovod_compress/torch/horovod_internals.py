@@ -233,6 +233,11 @@ def version_to_come(grad: Any) -> int:
     return int(grad._version) + 1
 
 
+def clear_gradients(optimizer: Any) -> None:
+    """As zero_grad() of the optimizer that Horovod has extended; its own refuses in a step."""
+    super(type(optimizer), optimizer).zero_grad(set_to_none=False)  # type: ignore[misc]
+
+
 def rollback_step(optimizer: Any) -> None:
     """Makes Horovod's optimizer ready for the next backward pass, after a step whose collectives
     have all ended."""

@@ -12,7 +12,7 @@ from torch import nn
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
 
-from .training import assert_replicas_identical, flat
+from .training import flat
 
 CASES, case = registry()
 

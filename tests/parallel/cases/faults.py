@@ -195,7 +195,7 @@ def reload(run, saved):
 
 @case(2)
 def a_payload_that_does_not_fit_leaves_no_trace():
-    """One tensor's, first, amid or last, or all: the error, then synchronize() and zero_grad() as
+    """One tensor's, the first or the last, or all: the error, then synchronize() and zero_grad() as
     after any other, and bit for bit the step has never been."""
     topk = "topk:ratio=0.1,sample_ratio=1,min_numel=0"
     for spec in (topk, f"{topk},exchange=split", "adacomp:min_numel=0"):
@@ -203,7 +203,7 @@ def a_payload_that_does_not_fit_leaves_no_trace():
         model, compression, optimizer = run
         tensors = compression._exchange._tensors
         names = list(tensors)
-        for seed, changed in enumerate((names[:1], names[2:3], names[-1:], names)):
+        for seed, changed in enumerate((names[:1], names[-1:], names)):
             train(*reference[::2], batches(1, seed))
             train(model, optimizer, batches(1, seed))
             digests = {name: tensors[name].digest for name in changed}
