@@ -16,7 +16,7 @@ from .horovod_internals import (
     kept_local,
     reduced_by_horovod,
 )
-from .operations import first_values
+from .operations import checksum
 from .optimizer import unwrapped
 
 # All compressions of this process, which threads may make while others trace.
@@ -105,30 +105,30 @@ def _may_be_unseen(optimizer: Any) -> bool:
     return alone or has_reduced(optimizer) or not hasattr(compression_given_to(optimizer), "bind")
 
 
-class Unapplied:
-    """Variables whose gradients depend on an optimizer, until that is seen to apply them.
+class Applied:
+    """The variables that the bound optimizer was seen to apply gradients to, next to all whose
+    gradients depend on it."""
 
-    variables: those of a traced call; applied: references to all that the optimizer has applied
-    gradients to, which grows.
-    """
+    def __init__(self) -> None:
+        self._references: Set[Any] = set()
+        # By reference, of others: a checksum, and whether a call has found another one.
+        self._others: Dict[Any, Tuple[int, bool]] = {}
 
-    def __init__(self, variables: Sequence[Any], applied: Set[Any]) -> None:
-        self._left = [variable for variable in variables if isinstance(variable, tf.Variable)]
-        self._applied = applied
-        self._values: Dict[Any, np.ndarray] = {}
+    def add(self, variables: Iterable[Any]) -> None:
+        self._references.update(variable.ref() for variable in variables)
 
-    def check(self) -> None:
-        """ValueError where a variable has changed since the last call, and the optimizer has not
-        done that."""
-        self._left = [variable for variable in self._left if variable.ref() not in self._applied]
-        for variable in self._left:
-            now = first_values(variable).numpy()
-            before = self._values.get(variable.ref(), now)
-            self._values[variable.ref()] = now
-            # Nothing is known before the optimizer was seen at work once: in
-            # `optimizer.apply_gradients(zip(tape.gradient(…), …))` Python looks the method up
-            # before the gradients come with which this compression is bound to the optimizer.
-            if self._applied and not np.array_equal(before, now, equal_nan=True):
+    def check(self, variables: List[Any], sees_steps: bool) -> None:
+        """A call begins with gradients of these: ValueError where one has changed since its call
+        before, and not by the optimizer. Those that the optimizer applies leave the list.
+        sees_steps: whether all its steps are seen."""
+        variables[:] = [each for each in variables if each.ref() not in self._references]
+        for variable in variables:
+            now = checksum(variable)
+            before, changed = self._others.get(variable.ref(), (now, False))
+            self._others[variable.ref()] = now, changed or now != before
+            # Before the optimizer's first step one change may be that of weights that are loaded,
+            # or moved on trial.
+            if now != before and (self._references or sees_steps and changed):
                 raise ValueError(
                     f"{variable.name} has changed, and not by the optimizer that this compression "
                     "is bound to, whose momentum or learning rate its gradients have. Where "
@@ -165,7 +165,8 @@ class Repetitions:
                     "where they are added up: call gradient() once, for the sum of the losses, let "
                     "hvd.DistributedOptimizer(backward_passes_per_step=…) add them up, or make the "
                     "compression with momentum=0. Where results are not applied, make it with "
-                    "discardable=True, and say discard()"
+                    "discardable=True, and say discard(). Where another optimizer applies them by "
+                    "now, give that a compression and a tape of its own"
                 )
 
 

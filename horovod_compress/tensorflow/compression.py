@@ -143,7 +143,7 @@ class BoundCompression(GraphCompression):
     ) -> List[Tuple[Any, Any]]:
         """What the bound optimizer, or what Horovod makes of it, is to apply."""
         pairs = refuse_unreduced(optimizer, grads_and_vars)
-        self._applied.update(variable.ref() for _, variable in pairs)
+        self._applied.add(variable for grad, variable in pairs if grad is not None)
         return self._send_alone(optimizer, pairs) if self._elastic else pairs
 
     def serves(self, variables: Iterable[Any]) -> bool:
@@ -190,6 +190,9 @@ class BoundCompression(GraphCompression):
     def _covers(self, variable: Any) -> bool:
         """Whether a variable's momentum is taken over, where its update is traced."""
         self._note_traces()
+        # `apply_gradients(zip(tape.gradient(…), …))` is looked up before its first gradients bring
+        # the optimizer here.
+        self._applied.add([variable])
         return self._takes_over and variable.ref() in self._variables
 
     # -- for users

@@ -11,7 +11,7 @@ from tensorflow.python.ops import control_flow_util
 
 from ..protocol.handshake import agree
 from ..protocol.requests import Collective
-from .applied import Served, Unapplied, may_see_gradients
+from .applied import Served, may_see_gradients
 from .checks import (
     ONE_PASS,
     check_elastic_scale,
@@ -64,8 +64,6 @@ class GraphCompression(RunningCompression):
         # functions that have, and variables of one call together.
         self._turn = lasting_variable((), tf.int64)
         may_see_gradients(self)
-        # References to variables that the bound optimizer has applied gradients to.
-        self._applied: Set[Any] = set()
         # References to variables whose gradients tapes leave as they are.
         self._local: Set[Any] = set()
         # The bound one; where a tape brings gradients, the one that applies them.
@@ -235,11 +233,15 @@ class GraphCompression(RunningCompression):
         known = min(filled, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
         depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
-        unapplied = Unapplied(sources if depends else [], self._applied)
         factor, divisor = self._factor, divisor_of(self._served)
         optimizer = self._served or self._optimizer
         begin = functools.partial(
-            self._begin, names, known, unapplied, self._traces, lambda: factor() / divisor
+            self._begin,
+            names,
+            known,
+            variables if depends else [],
+            self._traces,
+            lambda: factor() / divisor,
         )
         inputs = [learning_rate_of(optimizer)]
         inputs += [steps_of(optimizer)] if self._takes_over else []

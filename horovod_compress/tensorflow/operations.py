@@ -4,6 +4,7 @@ they are for."""
 import dataclasses
 import functools
 import math
+import zlib
 from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
 import numpy as np
@@ -109,6 +110,11 @@ def with_denormals(
 
 def first_values(variable: Any) -> Any:
     return tf.reshape(variable.read_value(), [-1])[:1000]
+
+
+def checksum(variable: Any) -> int:
+    """Of all its values."""
+    return zlib.crc32(variable.numpy().tobytes())
 
 
 def squared_norm_of(grads: Iterable[np.ndarray]) -> float:

@@ -2,7 +2,6 @@
 to the variables."""
 
 import contextlib
-import zlib
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import horovod.tensorflow as hvd
@@ -12,6 +11,7 @@ from ..adapters.binding import warn_once
 from ..adapters.updates import Averaging, Nesterov, compressor_for_updates
 from .compression import BoundCompression
 from .horovod_internals import reducing, scaler_around
+from .operations import checksum
 from .optimizer import unwrapped
 
 
@@ -143,13 +143,13 @@ class Rounds:
             yield
             return
         variables = [ref.deref() for ref in self._moving]
-        before = [_checksum(variable) for variable in variables]
+        before = [checksum(variable) for variable in variables]
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-        after = [_checksum(variable) for variable in variables]
+        after = [checksum(variable) for variable in variables]
         if after != before:
             self.compression.make_alike(method, after, _numbered(variables))
 
@@ -264,10 +264,6 @@ def _warn() -> None:
 def _numbered(variables: Iterable[Any]) -> Dict[str, Any]:
     """Variables by what all ranks can call them, as names need not be alike."""
     return {str(number): variable for number, variable in enumerate(variables)}
-
-
-def _checksum(variable: Any) -> int:
-    return zlib.crc32(variable.numpy().tobytes())
 
 
 def _at_least_float32(variable: Any) -> Any:

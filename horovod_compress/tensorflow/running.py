@@ -7,7 +7,7 @@ import numpy as np
 from .. import kernels
 from ..adapters.binding import warn_once
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
-from .applied import Repetitions, Served, Unapplied
+from .applied import Applied, Repetitions, Served
 from .exchange import Message
 from .operations import Variable, first_values, squared_norm_of
 from .variables import VariableCompression
@@ -29,7 +29,7 @@ class RunningCompression(VariableCompression):
 
     def __init__(self, process_set: Any) -> None:
         super().__init__(process_set)
-        self._repetitions = Repetitions()
+        self._applied, self._repetitions = Applied(), Repetitions()
         # Once a variable is known.
         self._steps: Optional[Served] = None
 
@@ -37,14 +37,15 @@ class RunningCompression(VariableCompression):
         self,
         names: List[str],
         known: Any,
-        unapplied: Unapplied,
+        depending: List[Any],
         traces: int,
         factor: Callable[[], float],
         scale: np.ndarray,
         *arrays: np.ndarray,
     ) -> Tuple[np.int64, np.ndarray]:
-        """arrays: values of `known`, where there is one; the learning rate; the optimizer's steps,
-        where its momentum is taken over; all gradients, where they are clipped."""
+        """depending: variables whose gradients depend on the bound optimizer; arrays: values of
+        `known`, where there is one; the learning rate; the optimizer's steps, where its momentum is
+        taken over; all gradients, where they are clipped."""
         if traces != self._traces:
             raise ValueError(
                 "a function was traced before compression.switch(), and holds on to that trace: "
@@ -60,7 +61,7 @@ class RunningCompression(VariableCompression):
                 f"those that it was traced with: make one for "
                 "each model, and in eager code for each set of variables that is trained by itself"
             )
-        unapplied.check()
+        self._applied.check(depending, self._takes_over)
         if self._steps is not None:
             self._steps.step_begins()
         # It has a momentum where one was taken over.

@@ -125,34 +125,44 @@ def gradients_that_need_no_compression_are_applied():
 @case(2)
 def two_optimizers_of_one_tape():
     """The momentum of the one that the compression is bound to would be given to the other's
-    variables. One alone may apply a part at a time."""
-    for make in SGD.values():
-        for in_graph in (True, False):
-            for second in (None, make(0.1)):
-                variables = [tf.Variable(tf.ones((40, 50)), name=f"v{i}") for i in range(2)]
-                bound = make(0.1, momentum=0.9)
-                compression = hvdc.Compression.dgc(bound, ratio=1, min_numel=0, masking=False)
-                optimizers = [bound, second or bound]
-                for optimizer in optimizers:
-                    build(optimizer, variables)
+    variables: also where each step is another trace, each optimizer gets all variables, and where
+    the bound one applies nothing. One alone may apply a part at a time."""
+    for kind, in_graph, appliers, steps in (
+        # Which optimizer applies each variable's gradient; after how many steps it is refused.
+        ("new", True, (0, 0), None),
+        ("legacy", False, (0, 0), None),
+        ("new", True, (0, 1), 1),
+        ("new", False, (1, 0), 1),
+        ("legacy", True, (1, 0), 1),
+        ("legacy", False, (0, 1), 1),
+        ("new", False, (1, 1), 2),
+        ("legacy", True, (1, 1), 2),
+    ):
+        variables = [tf.Variable(tf.ones((40, 50)), name=f"v{i}") for i in range(2)]
+        optimizers = [SGD[kind](0.1, momentum=0.9), SGD[kind](0.1)]
+        compression = hvdc.Compression.dgc(optimizers[0], ratio=1, min_numel=0, masking=False)
+        for optimizer in optimizers:
+            build(optimizer, variables)
 
-                def step(compression=compression, variables=variables, optimizers=optimizers):
-                    with tf.GradientTape() as tape:
-                        loss = tf.add_n([tf.reduce_sum(variable) for variable in variables])
-                    tape = hvdt.DistributedGradientTape(tape, compression=compression)
-                    pairs = list(zip(tape.gradient(loss, variables), variables))
-                    for optimizer, pair in zip(optimizers, pairs):
-                        optimizer.apply_gradients([pair])
+        def step(number, appliers=appliers, compression=compression, given=(variables, optimizers)):
+            variables, optimizers = given
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(variable) for variable in variables])
+            tape = hvdt.DistributedGradientTape(tape, compression=compression)
+            gradients = tape.gradient(loss, variables)
+            for i, k in enumerate(appliers):
+                its = [gradients[j] if i == j else None for j in range(2)]
+                optimizers[k].apply_gradients(zip(its, variables))
 
-                run = tf.function(step) if in_graph else step
-                run()
-                if second:
-                    with raises(tf.errors.OpError, "v1:0 has changed, and not by", "give each a"):
-                        run()
-                else:
-                    run()
-                    for variable in variables:
-                        np.testing.assert_allclose(variable.numpy(), 1 - 0.1 * (1 + 1.9), rtol=1e-6)
+        run = tf.function(step) if in_graph else step
+        for number in range(steps or 2):
+            run(number)
+        if steps:
+            with raises(tf.errors.OpError, "has changed, and not by", "give each a"):
+                run(steps)
+        else:
+            for variable in variables:
+                np.testing.assert_allclose(variable.numpy(), 1 - 0.1 * (1 + 1.9), rtol=1e-6)
 
 
 @case(2)
