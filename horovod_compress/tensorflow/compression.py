@@ -146,6 +146,12 @@ class BoundCompression(GraphCompression):
         self._applied.add(variable for grad, variable in pairs if grad is not None)
         return self._send_alone(optimizer, pairs) if self._elastic else pairs
 
+    def reduced_over(self, process_set: Any) -> None:
+        """Takes the process set over which gradients are reduced, where a question came before
+        these, and users have given none."""
+        self._join(process_set)
+        self._resize()
+
     def serves(self, variables: Iterable[Any]) -> bool:
         """Whether some of these are known."""
         return any(

@@ -111,7 +111,11 @@ class UnboundCompression(Unbound):
                 raise ValueError(
                     "this optimizer of Horovod's was given another compression than this one"
                 )
-            bound = self._bound.get(_EARLY) or self._unserved(process_set)
+            bound = self._bound.get(_EARLY)
+            if bound is None:
+                bound = self._unserved(process_set)
+            elif self._options["process_set"] is None:
+                bound.reduced_over(process_set)
             bound.check_process_set(process_set)
             bound.bind(optimizer)
             self._bound.pop(_EARLY, None)

@@ -20,12 +20,17 @@ class VariableCompression(HorovodBinding):
     """The variables of a compression."""
 
     def __init__(self, process_set: Any) -> None:
-        super().__init__(hvd, process_set, hint="variables need not be named in TensorFlow, and ")
-        self._transport = Eager(self._process_set)
+        self._join(process_set)
         self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
         # Whether variables that become known have to be in a state that was loaded.
         self._loaded = False
+
+    def _join(self, process_set: Any) -> None:
+        """Makes this a compression of that process set, which nothing was exchanged with yet."""
+        hint = "variables need not be named in TensorFlow, and "
+        super().__init__(hvd, process_set, hint=hint)
+        self._transport = Eager(self._process_set)
 
     _exchange: GraphExchange
     # Whether `_submit` has to get all gradients, also those to which nothing is done.

@@ -6,6 +6,7 @@ from checks import joined
 from . import (
     agreement,
     applied,
+    asked,
     automatic,
     fits,
     functions,
@@ -24,6 +25,7 @@ __all__ = ["CASES", "start"]
 CASES = joined(
     agreement,
     applied,
+    asked,
     fits,
     functions,
     hosts,
