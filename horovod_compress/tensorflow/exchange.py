@@ -292,7 +292,8 @@ class GraphExchange(Driver):
                 self._count_step(transaction)
 
     def open_tensors(self) -> Collection[str]:
-        return [name for name, pending in self._pending.items() if not pending.finished]
+        # Other threads submit meanwhile.
+        return [name for name, pending in list(self._pending.items()) if not pending.finished]
 
     def end_step(self) -> None:
         self._refuse_in_step()
