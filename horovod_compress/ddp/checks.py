@@ -104,7 +104,7 @@ def check_unhooked(model: Any) -> None:
         TypeError, ValueError: as of `check_model`, or it has one.
     """
     check_model(model)
-    if model._comm_hooks:
+    if model._get_ddp_logging_data().get("comm_hook"):
         raise ValueError(
             "this model has a communication hook already, and takes one only. A compression is "
             "changed by its switch(spec); for another optimizer wrap the module in a new "

@@ -2,6 +2,7 @@
 `moments=per_sample` ask for."""
 
 import functools
+import inspect
 import weakref
 from typing import Any, Callable, Dict, List, MutableMapping, Optional, Sequence, Tuple
 
@@ -28,6 +29,14 @@ from .uses import (
 
 # With which samples cannot be told apart.
 _OPTIONS = ("sparse", "scale_grad_by_freq", "track_running_stats")
+
+
+# PyTorch hands over keywords, where it is asked to, from 2.6 on.
+_KEYWORDS: Dict[str, Any] = (
+    {"with_kwargs": True}
+    if "with_kwargs" in inspect.signature(register_module_forward_hook).parameters
+    else {}
+)
 
 
 class Moments:
@@ -68,7 +77,7 @@ class Moments:
             )
             hooks += [
                 register_module_forward_pre_hook(before),
-                register_module_forward_hook(after, with_kwargs=True),
+                register_module_forward_hook(after, **_KEYWORDS),
             ]
             collectors.add(self)
         for hook in hooks:
@@ -100,13 +109,19 @@ class Moments:
         seen: Dict[int, Any] = {}
         return tuple(seen.setdefault(id(arg), followed(arg)) for arg in args)
 
-    def _after_forward(
-        self, module: nn.Module, args: tuple, kwargs: Dict[str, Any], output: Any
-    ) -> None:
-        """Makes the backward pass through a module's output record the uses of its parameters."""
+    def _after_forward(self, module: nn.Module, args: tuple, *rest: Any) -> None:
+        """Makes the backward pass through a module's output record the uses of its parameters.
+        rest: keywords, where there can be any, and the output."""
         if type(module) not in samples.KINDS:
             return
-        (x,) = *args, *kwargs.values()
+        *keywords, output = rest
+        inputs = (*args, *(value for its in keywords for value in its.values()))
+        if not inputs:
+            raise ValueError(
+                f"moments=per_sample: {type(module).__name__} is called by keyword, which PyTorch "
+                "before 2.6 does not tell: call it by position"
+            )
+        (x,) = inputs
         owned = self._modules.get(module, ())
         uses = [
             (name, References([watched]))

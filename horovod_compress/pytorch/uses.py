@@ -77,7 +77,8 @@ def _node_of(param: Tensor) -> Any:
     """The node that adds to a parameter's gradient. It stays as long as somebody keeps it, also
     while the parameter is frozen."""
     frozen = not param.requires_grad
-    node = torch.autograd.graph.get_gradient_edge(param.requires_grad_(True)).node
+    with torch.enable_grad():
+        node = param.requires_grad_(True).view_as(param).grad_fn.next_functions[0][0]
     param.requires_grad_(not frozen)
     return node
 

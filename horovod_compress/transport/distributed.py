@@ -16,8 +16,6 @@ from .base import Transport
 
 # Bytes from which a tensor is reduced in its own memory; smaller ones are joined.
 _ALONE = 1 << 16
-# PyTorch 2.13 has another name for it.
-_gather_rows: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Gloo's threads take Python's lock to free the last tensors. One that waits for it while Python
 # shuts down aborts the process.
@@ -77,8 +75,9 @@ class _Gather(_Message):
         row[: part.size] = torch.from_numpy(part)
         size, group = self._transport.size, self._transport.group
         rows = torch.empty(size * length, dtype=torch.uint8, device="cpu")
-        work = _gather_rows(rows, row, group=group, async_op=True)
-        return rows.view(size, length), work
+        rows = rows.view(size, length)
+        # The Gloo of PyTorch 2.1 has no other gather.
+        return rows, dist.all_gather(list(rows.unbind()), row, group=group, async_op=True)
 
     def _take(self) -> None:
         rows, begin = self._rows.numpy(), 8 + 8 * len(self.names)

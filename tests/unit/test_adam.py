@@ -2,15 +2,16 @@
 
 import io
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-import horovod_compress.torch as hvdc
+torch = pytest.importorskip("torch")
+hvd = pytest.importorskip("horovod.torch")  # horovod_compress.torch needs it
+
+import horovod_compress.torch as hvdc  # noqa: E402
 
 
 def steps_with(optimizer, param, gradients):
