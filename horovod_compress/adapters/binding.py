@@ -186,7 +186,7 @@ class Unbound(ABC):
         return functools.partial(type(self), **self._options), (self._asked,)
 
     def __repr__(self) -> str:
-        return f"<{self._compressor!r}, bound to an optimizer of Horovod's when it is used>"
+        return f"<{self._compressor!r}, bound to an optimizer when it is used>"
 
     def __getattr__(self, name: str) -> Any:
         known = None if name.startswith("_") else getattr(self._bound_class, name, None)

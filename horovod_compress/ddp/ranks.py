@@ -1,16 +1,19 @@
 """The ranks of torch.distributed, as compressions need them."""
 
 import functools
+import itertools
 import os
-from typing import Any, Callable, List, Optional, Tuple
+import weakref
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..adapters.binding import Binding
 from ..compressors.base import Compressor
 from ..protocol.handshake import gather
-from ..protocol.machine import Placement
+from ..protocol.machine import Machine, Placement
 from ..transport.base import Transport
 from ..transport.distributed import DistributedTransport
 from ..transport.loopback import Loopback
@@ -22,13 +25,19 @@ class RanksBinding(Binding):
     """A compression bound to the ranks of a process group. group: None for all ranks."""
 
     # Where there is more than one rank.
-    _ranks: DistributedTransport
+    _ranks: "RanksBeside"
 
     def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
         Binding.__init__(self, dist.get_world_size(group) > 1)
         if self._active:
-            self._ranks = DistributedTransport(_group_beside(group))
-            self._places = _places(self._ranks)
+            self._ranks = RanksBeside(group)
+
+    @functools.cached_property
+    def _places(self) -> List[Any]:
+        """By rank, what its launcher has told it: the number of its machine, which of the ranks
+        there it is, and how many those are; [] for one that was not told."""
+        told = [int(os.environ[name]) for name in _TOLD if name in os.environ]
+        return gather(self._ranks, "hvdc.places", told if len(told) == len(_TOLD) else [])
 
     def _rank_and_size(self) -> Tuple[int, int]:
         return (self._ranks.rank, self._ranks.size) if self._active else (0, 1)
@@ -40,6 +49,10 @@ class RanksBinding(Binding):
                 "torch.distributed"
             )
         return self._ranks if self._active else Loopback.group(1)[0]
+
+    def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
+        # Where ranks are takes a collective to know.
+        return super()._machine_for(compressor) if compressor.policy.hosts else None
 
     def _placement(self) -> Placement:
         rank, refused = self._ranks.rank, None
@@ -74,40 +87,85 @@ class RanksBinding(Binding):
         return divided
 
 
-def _places(ranks: DistributedTransport) -> List[Any]:
-    """By rank, what its launcher has told it: the number of its machine, which of the ranks there
-    it is, and how many those are; [] for one that was not told."""
-    told = [int(os.environ[name]) for name in _TOLD if name in os.environ]
-    return gather(ranks, "hvdc.places", told if len(told) == len(_TOLD) else [])
+class RanksBeside(DistributedTransport):
+    """The ranks of a process group, in another one of the same ranks: in the first the order of
+    collectives is the user's, or DDP's. They meet there at the first collective, so that only
+    there all ranks have to come. group: None for all ranks."""
+
+    def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
+        super().__init__(group)
+        self._beside = group
+        del self.group
+
+    @functools.cached_property
+    def _shared(self) -> "_Shared":
+        return _shared_beside(self._beside or dist.group.WORLD)
+
+    @functools.cached_property
+    def group(self) -> Any:  # type: ignore[override]
+        return self._shared.group()
+
+    # Else ranks might take messages of one compression for those of another just like it.
+    @functools.cached_property
+    def _number(self) -> int:
+        return next(self._shared.numbers)
+
+    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+        return super().allgather(f"{self._number}.{name}", payload)
+
+    def give_up(self) -> None:
+        """Has later compressions meet elsewhere: ranks may have started different numbers of
+        collectives here."""
+        _shared[:] = [each for each in _shared if each is not self._shared]
 
 
-def _group_beside(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """A new group of the same ranks: in the one that is there the order of collectives is the
-    user's, or DDP's. What is in host memory goes by Gloo."""
-    its: Any = dist.group.WORLD if group is None else group
-    with_nccl = "nccl" in dist.get_backend_config(its)
-    options = its._get_backend(its._device_types[0]).options
-    everybody = dist.get_world_size(its) == dist.get_world_size()
-    if not everybody:
-        _check_names(its)
+class _Shared(NamedTuple):
+    """A group that compressions share, and the user's that it is beside. PyTorch keeps both until
+    they are destroyed."""
+
+    beside: "weakref.ref[dist.ProcessGroup]"
+    group: "weakref.ref[dist.ProcessGroup]"
+    numbers: Iterator[int]
+
+
+_shared: List[_Shared] = []
+
+
+def _shared_beside(group: Any) -> _Shared:
+    """The group beside the user's. All ranks come here at the same place."""
+    there = dist.distributed_c10d._world.pg_names
+    for each in [each for each in _shared if each.beside() not in there]:
+        _shared.remove(each)
+        if each.group() in there:
+            dist.destroy_process_group(each.group())
+    found = [each for each in _shared if each.beside() is group and each.group() in there]
+    said: List[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (len(found), len(there)), group=group)
+    if not all(its for its, _ in said):
+        made = _new_group(group, [number for _, number in said])
+        found = [_Shared(weakref.ref(group), weakref.ref(made), itertools.count())]
+        _shared[:] = [*found, *(each for each in _shared if each.beside() is not group)]
+    return found[0]
+
+
+def _new_group(group: Any, numbers: List[int]) -> dist.ProcessGroup:
+    """A new group of the same ranks. What is in host memory goes by Gloo. numbers: of groups that
+    each rank is in."""
+    with_nccl = "nccl" in dist.get_backend_config(group)
+    options = group._get_backend(group._device_types[0]).options
+    everybody = dist.get_world_size(group) == dist.get_world_size()
+    # PyTorch makes the name of a part's group from that number, and they would wait for each other
+    # under different names.
+    if not everybody and len(set(numbers)) > 1:
+        raise ValueError(
+            f"the ranks of this process group are in {numbers} groups each, and PyTorch cannot "
+            "make another one of them then: begin to train with the compression before other "
+            "groups are made, or have all of its ranks be in as many"
+        )
     return dist.new_group(
-        dist.get_process_group_ranks(its),
+        dist.get_process_group_ranks(group),
         # Else ranks would wait half an hour for one that has died, whatever the user has said.
         timeout=options._timeout,
         backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo",
         use_local_synchronization=not everybody,
     )
-
-
-def _check_names(group: dist.ProcessGroup) -> None:
-    """Raises ValueError, on all ranks of a group, where they are in different numbers of groups.
-    PyTorch makes the name of a new one of these from that number, and they would wait for each
-    other under different names."""
-    numbers: List[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)
-    if len(set(numbers)) > 1:
-        raise ValueError(
-            f"the ranks of this process group are in {numbers} groups each, and PyTorch cannot "
-            "make another one of them then: make the compression before other groups, or have all "
-            "of its ranks be in as many"
-        )

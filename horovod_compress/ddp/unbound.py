@@ -1,23 +1,47 @@
 """A communication hook for a model and an optimizer that others make later."""
 
 import weakref
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adapters.binding import NotBoundError, Unbound
+from ..compressors.base import Compressor
+from ..engine.exchange import Exchange
 from ..pytorch.optimizers import before_closures
 from ..pytorch.search import objects_of
+from ..transport.loopback import Loopback
 from .checks import optimizers_of
 from .compression import DDPCompression, hook
 from .factories import is_auto, make
 
 
+class Waiting:
+    """Answers for a compression that is not there yet, and notes what that is to be told first.
+    Whoever asks, on one rank alone or before there is an optimizer, changes nothing."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.config = compressor.config
+        nothing = Exchange(compressor, Loopback.group(1)[0], {})
+        self.stats, self.stats_by_tensor = nothing.stats, nothing.stats_by_tensor
+        self.told: List[Tuple[str, tuple, Dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("record", "switch", "load_state_dict"):
+            return lambda *given, **named: self.told.append((name, given, named))
+        raise NotBoundError(
+            f"{name}: no gradients have come to this communication hook yet. Register it by "
+            "model.register_comm_hook(state, hook), and ask after the first backward pass. "
+            "stats(), config, record(), switch() and load_state_dict() may come before"
+        )
+
+
 class HookState(Unbound):
     """The state of a communication hook: the compression of the model that has the hook, once that
-    model's first gradients come. It finds the optimizer of the model's parameters by itself."""
+    model's first gradients come. It finds the optimizer of the model's parameters by itself.
+    Before, stats() are 0, and record(), switch() and load_state_dict() wait for the gradients."""
 
     _bound_class = DDPCompression
 
@@ -31,27 +55,30 @@ class HookState(Unbound):
             )
         self._asked = spec
         self._bound: List[DDPCompression] = []
+        self._waiting = Waiting(self._compressor)
         _unbound.add(self)
 
-    def the_only(self) -> DDPCompression:
-        if not self._bound:
-            models = self._models()
-            if len(models) != 1:
-                raise NotBoundError(
-                    f"{len(models)} DistributedDataParallel models have this communication hook: "
-                    "register it with one, by model.register_comm_hook(state, hook)"
-                )
-            self._bind(models[0], optimizers_of(models[0]))
-        return self._bound[0]
+    def the_only(self) -> Any:
+        return self._bound[0] if self._bound else self._waiting
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """As of `DDPCompression`."""
-        if self._bound and not self._bound[0].serves(bucket.parameters()[0]):
+        param = bucket.parameters()[0]
+        if not self._bound:
+            models = [its for its in self._models() if any(param is p for p in its.parameters())]
+            if len(models) != 1:
+                raise NotBoundError(
+                    f"{len(models)} DistributedDataParallel models of these parameters have this "
+                    "communication hook: register the pair that ddp.comm_hook has returned, with "
+                    "one, and let go of an earlier wrapper"
+                )
+            self._bind(models[0], optimizers_of(models[0]))
+        if not self._bound[0].serves(param):
             raise ValueError(
                 "this communication hook has served another model, and keeps what that has not "
                 "sent: give each model a pair of its own, by ddp.comm_hook(…)"
             )
-        return self.the_only().exchange(bucket)
+        return self._bound[0].exchange(bucket)
 
     def serve(self, optimizer: Any) -> None:
         """Binds to the model that this optimizer steps, if one has this hook."""
@@ -60,8 +87,7 @@ class HookState(Unbound):
                 self._bind(model, [optimizer])
 
     def _models(self) -> List[DistributedDataParallel]:
-        models = objects_of(DistributedDataParallel)
-        return [model for model in models if any(self is its for _, its in model._comm_hooks)]
+        return [model for model in objects_of(DistributedDataParallel) if _may_have(model, self)]
 
     def _bind(self, model: DistributedDataParallel, optimizers: List[Any]) -> None:
         if len(optimizers) > 1:
@@ -70,8 +96,19 @@ class HookState(Unbound):
                 "ddp.compress(model, optimizer, …), which is told of one"
             )
         optimizer = optimizers[0] if optimizers else None
-        self._bound.append(make(self._asked, model, optimizer, **self._options))
+        bound = make(self._asked, model, optimizer, **self._options)
+        for name, given, named in self._waiting.told:
+            getattr(bound, name)(*given, **named)
+        self._bound.append(bound)
         _unbound.discard(self)
+
+
+def _may_have(model: DistributedDataParallel, state: HookState) -> bool:
+    """Whether a model has the communication hook of a state; before PyTorch 2.3, which does not
+    tell states, whether it has that of any."""
+    if hasattr(model, "_comm_hooks"):
+        return any(state is its for _, its in model._comm_hooks)
+    return bool(model._get_ddp_logging_data().get("comm_hook") == hook.__qualname__)
 
 
 def comm_hook(

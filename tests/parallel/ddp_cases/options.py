@@ -1,6 +1,5 @@
 """What DDP, its optimizers and PyTorch offer goes on working."""
 
-import contextlib
 import itertools
 import pickle
 import warnings
@@ -247,16 +246,21 @@ def optimizers_in_wrappers():
 
 @case(2)
 def two_models_step_in_turn():
-    pairs = [wrapped(spec) for spec in ("dgc:ratio=0.01", "topk:ratio=0.05")]
-    with contextlib.ExitStack():
+    """In a backward pass each, and in one together."""
+    specs = ("dgc:ratio=0.01", "topk:ratio=0.05")
+    for together in (False, True):
+        pairs = [wrapped(spec) for spec in specs]
         for x, y in batches(4):
             for model, optimizer, _ in pairs:
                 optimizer.zero_grad()
-                backward(model, x, y)
+                if not together:
+                    backward(model, x, y)
+            if together:
+                sum(nn.functional.cross_entropy(model(x), y) for model, _, _ in pairs).backward()
             for _, optimizer, _ in pairs:
                 optimizer.step()
-    for (model, _, _), spec in zip(pairs, ("dgc:ratio=0.01", "topk:ratio=0.05")):
-        assert torch.equal(flat(model), flat(trained(spec, steps=4)[0]))
+        for (model, _, _), spec in zip(pairs, specs):
+            assert torch.equal(flat(model), flat(trained(spec, steps=4)[0]))
 
 
 @case(2)
@@ -313,7 +317,7 @@ def a_hook_that_is_made_before_model_and_optimizer():
         for by_closure in (False, True):
             state, hook = pickle.loads(pickle.dumps(ddp.comm_hook(spec)))
             with raises(NotBoundError, "register"):
-                state.stats()
+                state.state_dict()
             model = DDP(model_of(), **BUCKETS)
             model.register_comm_hook(state, hook)
             optimizer = sgd(model)

@@ -1,14 +1,18 @@
 """Messages of any length, several at a time."""
 
+import gc
+import os
+import resource
+
 import numpy as np
 import torch.distributed as dist
 from checks import raises, registry
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from horovod_compress import MismatchError, ddp
+from horovod_compress import MismatchError
 from horovod_compress.transport.distributed import DistributedTransport
 
-from .training import assert_replicas_identical, batches, model_of, sgd, train, wrapped
+from .training import assert_replicas_identical, batches, train, wrapped
+from .updates import updating
 
 CASES, case = registry()
 
@@ -45,9 +49,49 @@ def ranks_of_a_group_that_are_in_different_numbers_of_groups_are_refused():
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
-        model = DDP(model_of(), process_group=pair)
-        with raises(ValueError, "[3, 2] groups each", "before other groups"):
-            ddp.compress(model, sgd(model), "none")
+        model, optimizer, _ = wrapped("none", ddp_options={"process_group": pair})
+        with raises(ValueError, "groups each", "before other groups"):
+            train(model, optimizer, batches(1))
+
+
+@case(2)
+def models_leave_no_process_group_open():
+    """Nor any file: those of all ranks, which are kept, and those of a group of the user's."""
+    kept = [wrapped("topk:ratio=0.1")]
+    train(*kept[0][:2], batches(1))
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 14, usual[1]))
+    try:
+        for _ in range(2):
+            kept += [wrapped("topk:ratio=0.1"), updating("topk")]
+            for each in kept[-2:]:
+                train(*each[:2], batches(1))
+            own = dist.new_group()
+            last = wrapped("topk:ratio=0.1", ddp_options={"process_group": own})
+            train(*last[:2], batches(1))
+            assert_replicas_identical(last[0])
+            dist.destroy_process_group(own)
+            del last, own
+            gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+
+@case(2)
+def a_process_group_that_was_destroyed_is_not_used_again():
+    train(*wrapped("topk:ratio=0.1")[:2], batches(1))
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    options = {"is_master": rank == 0, "wait_for_workers": False}
+    served = dist.TCPStore("localhost", 0, size, **options) if rank == 0 else None
+    port = [served and served.port]
+    dist.broadcast_object_list(port)
+    store = served or dist.TCPStore("localhost", port[0], size, **options)
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    model, optimizer, _ = wrapped("topk:ratio=0.1")
+    train(model, optimizer, batches(2))
+    assert_replicas_identical(model)
 
 
 @case(2, 3)
