@@ -1,5 +1,6 @@
 """A communication hook of DistributedDataParallel, over the exchange."""
 
+import functools
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..adapters.binding import callers, warn_once
 from ..compressors import get_compressor
 from ..pytorch.compression import OptimizerCompression, check_types
 from ..pytorch.lifecycle import Event
@@ -32,6 +34,12 @@ _INTERRUPTED = (
     "that ranks do not share. DistributedDataParallel does not go on after that: on all ranks wrap "
     "the module in a new DistributedDataParallel, once the old one is gone, and load what "
     "compression.state_dict() returns into its compression"
+)
+
+_OF_ONE_RANK = (
+    "accelerate's save_state() writes a state of rank 0 alone, and this one is each rank's own: no "
+    "other rank can load it. Register what saves state_dict(portable=True); see "
+    "docs/guides/save-and-resume.md"
 )
 
 
@@ -69,8 +77,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         discardable: `discard()` forgets a step, as if it had never been. Takes as much memory again
             as the algorithm's state, and the time to copy that in each step.
 
-    All ranks make it at the same place, for it makes a process group of its own. Its residuals are
-    this rank's own: save `state_dict()` on every rank, or one that is portable.
+    Its residuals are this rank's own: save `state_dict()` on every rank, or one that is portable.
 
     Raises:
         ValueError: bad options, or a model that cannot be served.
@@ -118,6 +125,8 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         # Where a model was wrapped anew, that of before does nothing more around steps.
         for other in list(_serving):
             if other._by_parameter.keys() & self._by_parameter.keys():
+                if other._interrupted:
+                    other._drop_interrupted()
                 other._unregister()
         _serving.add(self)
         if optimizer is not None and self._active:
@@ -150,18 +159,28 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         if not self._active:
             future.set_result(buffer)
             return future
-        if bucket.index() == 0:
-            self._interrupted = True
-            self._drop_interrupted()
-            check_step(self._model())
-            self._begin_step()
-        self._futures.append((future, buffer))
-        self._held.append(_Bucket(buffer, list(zip(bucket.parameters(), bucket.gradients()))))
-        if bucket.is_last() or not self._leaves_out:
-            self._submit_held()
-        if bucket.is_last():
-            self._finish()
-            self._interrupted = False
+        try:
+            if bucket.index() == 0:
+                self._interrupted = True
+                self._drop_interrupted()
+                check_step(self._model())
+                self._begin_step()
+                # Now, because what users ask must not end a step from here on.
+                self._exchange.end_step()
+                self._exchange.within = _pass_under_way()
+            self._futures.append((future, buffer))
+            self._held.append(_Bucket(buffer, list(zip(bucket.parameters(), bucket.gradients()))))
+            if bucket.is_last() or not self._leaves_out:
+                self._submit_held()
+            if bucket.is_last():
+                self._finish()
+                self._interrupted, self._exchange.within = False, bool
+        except BaseException:
+            self._exchange.within, model = bool, self._model()
+            if model is not None:
+                # Else DDP says in the next forward pass that it has an error.
+                model.register_forward_pre_hook(_refuse_after_failure)
+            raise
         return future
 
     @property
@@ -185,16 +204,22 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 
     def _drop_interrupted(self) -> None:
         """Rolls back what a backward pass that has failed has left."""
+        self._exchange.within = bool
         if self._exchange.under_way:
             self._exchange.rollback()
             self._step.take(Event.ROLLBACK)
+            self._ranks.give_up()
         self._sent.clear()
         self._futures.clear()
         self._held.clear()
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """As of OptimizerCompression. After a backward pass that has failed, without its step."""
-        self._drop_interrupted()
+        if not self._exchange.within():
+            self._drop_interrupted()
+        saved_by = (frame.f_code.co_name for frame in callers())
+        if self._active and not portable and "save_custom_state" in saved_by:
+            warn_once(_OF_ONE_RANK)
         return super().state_dict(portable)
 
     def _submit_held(self) -> None:
@@ -251,7 +276,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         self._note_result()
         self._step.take(Event.ARRIVE)
         # A rank that has joined takes part in the others' steps, outside of a backward pass.
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = _in_backward()
         if self._optimizer is None or not in_backward:
             self._step.take(Event.COMMIT)
         if self._reached is not None:
@@ -292,13 +317,47 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             skipped = scale is not None and scaler.get_scale() < scale
             # Whether gradients were zeroed since is not known: they may add up.
             if not skipped and (self._discardable or self._compressor.policy.m):
-                model, own = self._model(), self._bound_optimizer
-                others = optimizers_of(model) if own is not None and model is not None else []
-                raise RuntimeError(_UNUSED if others in ([], [own]) else _OTHER_OPTIMIZER)
+                raise RuntimeError(_OTHER_OPTIMIZER if self._has_others else _UNUSED)
+            if not self._discardable and self._has_others:
+                # It has used them.
+                self._step.take(Event.COMMIT)
         super()._leave_unused()
+
+    # Looked for once, because that takes long.
+    @functools.cached_property
+    def _has_others(self) -> bool:
+        """Whether another optimizer than the one that was given has parameters of this model."""
+        model, own = self._model(), self._bound_optimizer
+        found = optimizers_of(model) if own is not None and model is not None else []
+        return found not in ([], [own])
 
 
 _serving: "weakref.WeakSet[DDPCompression]" = weakref.WeakSet()
+
+
+def _in_backward() -> bool:
+    """Whether this thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _pass_under_way() -> Callable[[], bool]:
+    """Returns a function that says whether the backward pass goes on that this is called in, to any
+    thread."""
+    if not _in_backward():
+        # The rank has joined, and is nowhere else meanwhile.
+        return lambda: True
+
+    # Autograd keeps it until the pass has ended or failed.
+    kept = functools.partial(bool)
+    torch.autograd.Variable._execution_engine.queue_callback(kept)
+    reference = weakref.ref(kept)
+    # One pass may be within another.
+    return lambda: reference() is not None or _in_backward()
+
+
+def _refuse_after_failure(*_: Any) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(_INTERRUPTED)
 
 
 # DDP looks at these annotations.

@@ -1,6 +1,7 @@
 """What drivers of a compression's steps share: its tensors, what they keep, and what they have
 counted. How a step's requests are answered is each driver's own."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -9,7 +10,7 @@ import math
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Collection, Dict, List, Optional, Tuple, cast
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Tuple, cast
 
 import numpy as np
 
@@ -75,6 +76,8 @@ class Driver(ABC):
         self.extend("frozen", Frozen())
         # The one that a tensor came to last.
         self._latest = Transaction()
+        # Says whether a step is under way although no tensor is open. bool() is False.
+        self.within: Callable[[], bool] = bool
 
     @abstractmethod
     def end_step(self) -> None:
@@ -97,13 +100,21 @@ class Driver(ABC):
     def steps_taken(self) -> Any:
         """What a state says of them: a number, or one for each tensor."""
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it a step is under way."""
+        before, self.within = self.within, lambda: True
+        try:
+            yield
+        finally:
+            self.within = before
+
     def _refuse_in_step(self) -> None:
-        names = self.open_tensors()
-        if names:
+        if self.under_way:
+            names = "".join(f"{name} … " for name in list(self.open_tensors())[:3])
             raise RuntimeError(
-                f"a step is under way, or was given up ({', '.join(list(names)[:3])} … not "
-                f"finished): ask between optimizer.step() and the next "
-                "backward()"
+                f"a step is under way, or was given up ({names}not finished): ask between "
+                "optimizer.step() and the next backward()"
             )
 
     @property
@@ -136,8 +147,8 @@ class Driver(ABC):
 
     @property
     def under_way(self) -> bool:
-        """Whether something is submitted and not finished."""
-        return bool(self.open_tensors())
+        """Whether a step has begun that is not finished: users' questions do not touch it."""
+        return bool(self.open_tensors()) or self.within()
 
     @property
     def succeeded(self) -> bool:

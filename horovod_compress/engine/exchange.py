@@ -332,13 +332,15 @@ class Exchange(Driver):
         rolls it back."""
         transaction = self._transaction
         transaction.finite = transaction.finite and not self._stages.open
-        # Their gradients are to be in the residuals, as those of other steps are that were not
-        # finished.
-        for pending in self._stages.waiting(ENCODE):
-            pending.step.send(None)
-        self._call(CALL, lambda pending, answer: pending.step.send(answer))
-        for pending in self._stages.all.values():
-            commit_or_rollback(pending.step, transaction.finite)
+        # A handler of signals may ask in the middle of this.
+        with self.held():
+            # Their gradients are to be in the residuals, as those of other steps are that were not
+            # finished.
+            for pending in self._stages.waiting(ENCODE):
+                pending.step.send(None)
+            self._call(CALL, lambda pending, answer: pending.step.send(answer))
+            for pending in self._stages.all.values():
+                commit_or_rollback(pending.step, transaction.finite)
         self._collectives.end_step()
         self._count_step(transaction)
         self._begin_at(self._now.index + 1)

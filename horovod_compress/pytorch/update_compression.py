@@ -94,7 +94,6 @@ class UpdateExchange(Averaging):
             if name in waits:
                 waits[name]()
             exchange.finish(name, carrier)
-        exchange.end_step()
         return exchange.succeeded
 
     def _average(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:

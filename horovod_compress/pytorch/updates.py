@@ -115,16 +115,19 @@ class UpdatingOptimizer(OptimizerAround):
             self.local_steps = 0
             # A rank alone has its parameters already.
             return
-        finite = False
+        finite, driver = False, self.compression._exchange
+        # A step is under way until all parameters have what came of it.
         try:
-            updates = (parameter.update(self.compression) for parameter in self._parameters)
-            finite = self.compression.exchange(updates)
+            with driver.held():
+                updates = (parameter.update(self.compression) for parameter in self._parameters)
+                finite = self.compression.exchange(updates)
         finally:
-            self.local_steps = 0
-            for parameter in self._parameters:
-                parameter.apply(self._outer) if finite else parameter.rollback()
-            if not finite:
-                self.compression._exchange.rollback()
+            with driver.held():
+                self.local_steps = 0
+                for parameter in self._parameters:
+                    parameter.apply(self._outer) if finite else parameter.rollback()
+            driver.rollback()
+            driver.end_step()
         if not finite:
             self._warn_of_moments()
 

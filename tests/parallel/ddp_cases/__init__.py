@@ -11,6 +11,7 @@ from . import (
     mass,
     options,
     pages,
+    reads,
     states,
     transport,
     unused,
@@ -21,5 +22,16 @@ from .training import start
 __all__ = ["CASES", "start"]
 
 CASES = joined(
-    transport, algorithms, options, unused, mass, states, errors, updates, hosts, devices, pages
+    transport,
+    algorithms,
+    options,
+    unused,
+    mass,
+    states,
+    errors,
+    updates,
+    reads,
+    hosts,
+    devices,
+    pages,
 )

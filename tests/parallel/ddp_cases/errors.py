@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from unittest import mock
 
 import torch
@@ -15,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from horovod_compress import MismatchError, ddp
+from horovod_compress.protocol import wire
 
-from .options import SPARSE, told_model
+from .options import SPARSE, told_model, unit_sgd
 from .told import assert_nothing_lost, told
 from .training import (
     DENSE,
@@ -133,6 +135,31 @@ def a_step_of_another_optimizer_is_named():
     model, _, _ = wrapped("dgc:ratio=0.1")
     with raises(RuntimeError, "another optimizer has parameters", "new DistributedDataParallel"):
         train(model, sgd(model), batches(2))
+    # Where nothing was taken over, that one takes steps that are as good.
+    model, optimizer, compression = told_model()
+    optimizers, gradients = (unit_sgd(model), optimizer), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for step in range(6):
+            optimizer.zero_grad()
+            gradients.append(told(dist.get_rank(), step))
+            model(gradients[-1]).backward()
+            optimizers[step % 2].step()
+    assert_nothing_lost(model, compression, gradients)
+
+
+@case(2)
+def a_payload_that_was_changed_ends_the_model():
+    model, optimizer, compression = wrapped(SPARSE)
+    train(model, optimizer, batches(2))
+    exchange = compression._exchange
+    exchange.expect(index=exchange.steps_taken() + dist.get_rank())
+    with raises(wire.WireError, "of step"):
+        train(model, optimizer, batches(1))
+    with raises(RuntimeError, "new DistributedDataParallel", "state_dict()"):
+        train(model, optimizer, batches(1))
+    with torch.no_grad():
+        model(next(batches(1))[0])
 
 
 @case(2)
