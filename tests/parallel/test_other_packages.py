@@ -1,5 +1,5 @@
 """A compressor in a package of its own, installed beside this one, works by its id: on real ranks
-in both frameworks, and without one."""
+in both frameworks, and without one. And a package that saves compressions."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from jobs import LAUNCHERS, launch
+from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, launch
 
 pytestmark = pytest.mark.extended
 PACKAGE = pathlib.Path(__file__).parents[2] / "examples" / "compressor"
@@ -162,3 +162,12 @@ def test_ids_that_clash_are_named(tmp_path, environment):
         "ImportError: the compressor 'cyclic' is installed as " in done.stderr
         and "uninstall all but one" in done.stderr
     )
+
+
+@pytest.mark.release
+def test_what_accelerate_saves_goes_on_on_all_ranks(tmp_path):
+    pytest.importorskip("accelerate")
+    ranks = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2".split()
+    job = [*ranks, pathlib.Path(__file__).with_name("accelerate_job.py"), tmp_path]
+    done = subprocess.run(job, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
