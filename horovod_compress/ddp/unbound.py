@@ -83,11 +83,19 @@ class HookState(Unbound):
     def serve(self, optimizer: Any) -> None:
         """Binds to the model that this optimizer steps, if one has this hook."""
         for model in self._models():
-            if optimizer in optimizers_of(model):
+            # Not to be asked for within a hook, where DDP would wait for itself.
+            known_as = model._get_ddp_logging_data().get("comm_hook")
+            if known_as == hook.__qualname__ and optimizer in optimizers_of(model):
                 self._bind(model, [optimizer])
 
     def _models(self) -> List[DistributedDataParallel]:
-        return [model for model in objects_of(DistributedDataParallel) if _may_have(model, self)]
+        """Those that may have this hook: before PyTorch 2.3 models do not tell it."""
+        unknown = [(hook, self)]
+        return [
+            model
+            for model in objects_of(DistributedDataParallel)
+            if any(self is its for _, its in getattr(model, "_comm_hooks", unknown))
+        ]
 
     def _bind(self, model: DistributedDataParallel, optimizers: List[Any]) -> None:
         if len(optimizers) > 1:
@@ -101,14 +109,6 @@ class HookState(Unbound):
             getattr(bound, name)(*given, **named)
         self._bound.append(bound)
         _unbound.discard(self)
-
-
-def _may_have(model: DistributedDataParallel, state: HookState) -> bool:
-    """Whether a model has the communication hook of a state; before PyTorch 2.3, which does not
-    tell states, whether it has that of any."""
-    if hasattr(model, "_comm_hooks"):
-        return any(state is its for _, its in model._comm_hooks)
-    return bool(model._get_ddp_logging_data().get("comm_hook") == hook.__qualname__)
 
 
 def comm_hook(
