@@ -1,7 +1,10 @@
 """What compressions on Horovod share, in both frameworks: process sets, and elastic jobs."""
 
+import collections
+import itertools
+import threading
 from abc import abstractmethod
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
@@ -10,6 +13,9 @@ from ..protocol.handshake import gather, warning_when_stalled
 from ..protocol.machine import Placement
 from .binding import Binding, is_elastic
 
+# By the ranks of a process set, because Horovod reuses the id of a removed one; those of all ranks,
+# whose number may change, by none.
+_made: Dict[Tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 REFUSED_ALONE = (
     "on one rank Horovod reduces nothing, so what ranks have not sent yet cannot be applied: train "
     "on two ranks or more, or in an elastic job "
@@ -36,6 +42,13 @@ _EMPTY = (
     "horovod.torch and horovod.tensorflow were both imported here before hvd.init(). Import one of "
     "them, or call hvd.init() once more, before Horovod's optimizer is made"
 )
+
+
+def _in_a_thread_of_the_user() -> bool:
+    """Whether this is a thread that Python has started, and not the main one. PyTorch calls the
+    hooks of gradients on a GPU in threads of its own."""
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
 
 
 class HorovodBinding(Binding):
@@ -75,6 +88,9 @@ class HorovodBinding(Binding):
             self._process_set.size() > 1 or self._elastic
         )
         super().__init__(active)
+        of_all = self._process_set.process_set_id == 0
+        # Which of the compressions of these ranks this is, in the order in which they are made.
+        self._place = next(_made[() if of_all else tuple(self._process_set.ranks or ())])
         # Since the last `_resize`.
         self._ranks = self._rank_and_size()
 
@@ -82,7 +98,10 @@ class HorovodBinding(Binding):
     def _label(self) -> str:  # type: ignore[override]
         """What names of collectives begin with. To be asked where all ranks of the process set are:
         the first time they give this compression a number."""
-        if self._number is None:
+        if self._number is None and _in_a_thread_of_the_user():
+            # Whose collectives come in no order: that of making is left, below the other numbers.
+            self._number = -1 - self._place
+        elif self._number is None:
             self._agree_on_number()
         return f"hvdc.{self._process_set.process_set_id}.{self._number}"
 
