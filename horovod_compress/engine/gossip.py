@@ -317,7 +317,8 @@ class Gossip:
             self._memory[start:end] = part
         self._memory[table] = lengths.view(np.uint8)
         encoded = Encoded(self._memory[: end + 1], 0, self._finite)
-        return wire.seal(encoded, self._number, self._digest, self.steps, self._frame_length)
+        rank, length = self.transport.rank, self._frame_length
+        return wire.seal(encoded, self._number, self._digest, self.steps, rank, length)
 
     def _send(self, name: str, frame: np.ndarray) -> None:
         self.counts["bytes_sent"] += frame.nbytes * len(self.neighbors)
@@ -341,7 +342,7 @@ class Gossip:
 
     def _opened(self, rank: int, frame: np.ndarray) -> List[np.ndarray]:
         """The tensors' parts of a message, or of one that brings an error none."""
-        (body,), finite = wire.unseal(frame, 1, self._number, self._digest, self.steps)
+        (body,), finite = wire.unseal(frame, 1, self._number, self._digest, self.steps, rank)
         table = 8 * (1 + len(self._tensors))
         lengths = _aligned(body[: table if body.size >= table else 0], np.dtype(np.int64))
         if (lengths < 0).any() or table + lengths.sum(dtype=object) != body.size:

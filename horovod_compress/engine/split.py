@@ -104,7 +104,7 @@ class SelectAgain(Joint):
             joints[0].split.accept,
         )
         rank, own = step.rank, regions[step.rank]
-        messages = _Messages(joints, regions, step.index, lengths[1])
+        messages = _Messages(joints, regions, step, lengths[1])
         frames = [
             messages.seal(bodies, owner, to=owner)
             for owner, bodies in enumerate(_bodies_by_owner(joints, regions))
@@ -242,7 +242,7 @@ class _Messages:
         self,
         tensors: Sequence[SelectAgain],
         regions: Regions,
-        step: int,
+        step: Step,
         sums_length: wire.FrameLength,
     ) -> None:
         self.sent, self.received = [0] * len(tensors), [0] * len(tensors)
@@ -270,9 +270,8 @@ class _Messages:
 
     def _framed(self, pieces: Sequence[Any], to: int) -> np.ndarray:
         length = self._sums_length if to < 0 else wire.exact
-        return wire.seal(
-            Encoded(new_body(*pieces), 0), self._number, self._digest(to), self._step, length
-        )
+        encoded, step = Encoded(new_body(*pieces), 0), self._step
+        return wire.seal(encoded, self._number, self._digest(to), step.index, step.rank, length)
 
     def unseal(
         self, arrived: Sequence[np.ndarray], regions: Regions, rank: int, own: int, to: int = -1
@@ -282,7 +281,8 @@ class _Messages:
         an owner refuses."""
         joined = np.concatenate(arrived)
         self.received[0] += len(joined) - own
-        frames, _ = wire.unseal(joined, len(regions), self._number, self._digest(to), self._step)
+        digest, index = self._digest(to), self._step.index
+        frames, _ = wire.unseal(joined, len(regions), self._number, digest, index)
         bodies = []
         for sender, (frame, parts) in enumerate(zip(frames, regions)):
             try:

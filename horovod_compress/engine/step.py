@@ -214,6 +214,7 @@ def _last_request(
                 tensor.compressor.traits.number,
                 tensor.digest,
                 step.index,
+                step.rank,
                 wire.exact if tensor.joins else tensor.frame_length,
             )
         )

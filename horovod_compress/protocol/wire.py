@@ -63,45 +63,55 @@ def _rounded_up(length: int) -> int:
 
 
 def seal(
-    payload: Encoded, number: int, digest: int, step: int, frame_length: FrameLength = exact
+    payload: Encoded,
+    number: int,
+    digest: int,
+    step: int,
+    rank: int,
+    frame_length: FrameLength = exact,
 ) -> np.ndarray:
     """The frame of an Encoded payload, made in the payload's buffer where that is long enough.
     number: the compressor's id on the wire; digest: uint32 of configuration and tensor; step: the
-    number of the step, of which the low 32 bits travel."""
+    number of the step, of which the low 32 bits travel; rank: which makes it."""
     return kernels.cpu.seal_frame(
         payload.buffer,
         size=frame_length(len(payload.buffer) - 1),
         number=number,
-        digest=digest,
+        digest=digest + rank & 0xFFFFFFFF,
         step=step & 0xFFFFFFFF,
         finite=payload.finite,
     )
 
 
 def unseal(
-    data: np.ndarray, frames: int, number: int, digest: int, step: int
+    data: np.ndarray, frames: int, number: int, digest: int, step: int, first: int = 0
 ) -> Tuple[List[np.ndarray], bool]:
-    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, one for each
-    rank, and whether every rank's gradient was finite. Raises WireError, naming the rank, for
-    anything else."""
+    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, made by the
+    ranks from `first` on, in this order, and whether every rank's gradient was finite. Raises
+    WireError, naming the rank, for anything else."""
     try:
         return kernels.cpu.open_frames(
-            data, frames=frames, number=number, digest=digest, step=step & 0xFFFFFFFF
+            data,
+            frames=frames,
+            number=number,
+            digest=digest + first & 0xFFFFFFFF,
+            step=step & 0xFFFFFFFF,
         )
     except ValueError as error:
         raise WireError(str(error)) from None
 
 
-def padded(frame: np.ndarray, padding: int) -> np.ndarray:
-    """A frame that has none, with so many bytes of padding."""
-    if not padding:
+def padded(frame: np.ndarray, padding: int, further: int = 0) -> np.ndarray:
+    """A frame that has none, with so many bytes of padding; further: as the rank has made it that
+    is so many further."""
+    if not padding and not further:
         return frame
     _, _, number, _, digest, step, _, flags = HEADER.unpack(frame[:HEADROOM].tobytes())
     return kernels.cpu.seal_frame(
         np.append(frame, np.uint8(0)),
         size=len(frame) + padding,
         number=number,
-        digest=digest,
+        digest=digest + further & 0xFFFFFFFF,
         step=step,
         finite=not flags & 1,
     )

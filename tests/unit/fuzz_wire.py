@@ -46,7 +46,7 @@ def frames_of(compressor, numel, rng):
         grad = (rng.standard_normal(numel) * (rng.random(numel) < 0.3)).astype(np.float32)
         payload = kernels.at_once(compressor.encode(grad, state, Step(STEP, rank=0, size=2)))
         if isinstance(payload, Encoded):  # not a step that goes dense
-            yield bytes(wire.seal(payload, compressor.traits.number, DIGEST, STEP))
+            yield bytes(wire.seal(payload, compressor.traits.number, DIGEST, STEP, 0))
 
 
 def mutate(rng, frame, other):

@@ -293,7 +293,8 @@ def seal_frame(a):
 
 def open_frames(a):
     frames = a.one_of(1, 3)
-    sealed = [reference.seal_frame(**frame(a)) for _ in range(frames)]
+    made = [{**frame(a), "digest": HEADER["digest"] + i & 0xFFFFFFFF} for i in range(frames)]
+    sealed = [reference.seal_frame(**each) for each in made]
     return dict(data=np.concatenate(sealed), frames=frames, **HEADER)
 
 

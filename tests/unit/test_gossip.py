@@ -527,7 +527,7 @@ def test_messages_whose_parts_do_not_make_them_up_are_refused(lengths):
     body = new_body(
         np.array(lengths, np.int64), np.zeros(7 if lengths == [0, 0, 0, 0] else 0, np.uint8)
     )
-    frame = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps)
+    frame = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps, 0)
     gossip._wait = lambda: {0: frame}
     with pytest.raises(hc.WireError, match="neighbor 0: its parts do not make it up"):
         gossip.finish({})

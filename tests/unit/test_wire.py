@@ -14,6 +14,7 @@ from ranks import gradients, ranks_of
 from tiers import examples
 
 from horovod_compress import WireError, get_compressor, kernels
+from horovod_compress.engine.lockstep import run_step
 from horovod_compress.kernels import HEADROOM, Encoded, new_body, reference
 from horovod_compress.kernels.reference.columns import to_columns
 from horovod_compress.kernels.reference.sparse import code_values
@@ -23,10 +24,14 @@ from horovod_compress.transport.loopback import Loopback
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 KINDS = ("fp32", "fp16", "bf16", "sign", "power", "2bit")
+BOTH = pytest.mark.parametrize("module", [kernels.cpu, reference], ids=["host", "reference"])
 
 
-def frame_of(body=b"12345", number=1, digest=5, step=0, finite=True, frame_length=wire.exact):
-    return wire.seal(Encoded(new_body(body), 1, finite), number, digest, step, frame_length)
+def frame_of(
+    body=b"12345", number=1, digest=5, step=0, finite=True, frame_length=wire.exact, rank=0
+):
+    encoded = Encoded(new_body(body), 1, finite)
+    return wire.seal(encoded, number, digest, step, rank, frame_length)
 
 
 @examples(200)
@@ -46,8 +51,9 @@ def test_frames_of_several_ranks_come_back(payloads, step):
             step=step,
             finite=finite,
             frame_length=lambda length, padding=padding: length + padding,
+            rank=rank,
         )
-        for body, finite, padding in payloads
+        for rank, (body, finite, padding) in enumerate(payloads)
     ]
     assert [len(frame) for frame in frames] == [
         HEADROOM + len(body) + padding for body, _, padding in payloads
@@ -187,7 +193,7 @@ def test_extreme_indices():
 
 
 def test_old_frames_stay_readable():
-    """Frames as version 2 wrote them: what they add to a gradient of 12 elements, and that they are
+    """Frames as version 3 wrote them: what they add to a gradient of 12 elements, and that they are
     framed so now."""
     for spec, (stored, expected) in STORED.items():
         compressor = get_compressor(spec)
@@ -197,61 +203,61 @@ def test_old_frames_stay_readable():
         assert finite and kernels.at_once(compressor.add(body, out, 1.0))
         np.testing.assert_array_equal(out, np.array(expected, np.float32))
         np.testing.assert_array_equal(
-            wire.seal(Encoded(new_body(body), 1), compressor.traits.number, 0xDEADBEEF, 3), frame
+            wire.seal(Encoded(new_body(body), 1), compressor.traits.number, 0xDEADBEEF, 3, 0), frame
         )
 
 
 STORED = {
     "topk:values=fp32": (
-        "6843020610db0af3efbeadde0300000014000000000000000300000000010000c03f000000c00000803e0046",
+        "6843030610db0af3efbeadde0300000014000000000000000300000000010000c03f000000c00000803e0046",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "topk:values=fp16": (
-        "684302068e91b786efbeadde030000000e00000000000000030000000101003e00c000340046",
+        "684303068e91b786efbeadde030000000e00000000000000030000000101003e00c000340046",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "topk:values=bf16": (
-        "684302065cff8f36efbeadde030000000e00000000000000030000000201c03f00c0803e0046",
+        "684303065cff8f36efbeadde030000000e00000000000000030000000201c03f00c0803e0046",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "topk:values=2bit": (
-        "684302067cb5c2a6efbeadde0300000019000000000000000300000005010000c0bf000000000000803f00004040230046",
+        "684303067cb5c2a6efbeadde0300000019000000000000000300000005010000c0bf000000000000803f00004040230046",
         [0, 0, 3, -1.5, 0, 0, 0, 0, 0, 0, 1, 0],
     ),
     "strom": (
-        "684302039533cc2eefbeadde030000000d000000000000000300000003010000003f020046",
+        "684303039533cc2eefbeadde030000000d000000000000000300000003010000003f020046",
         [0, 0, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0.5, 0],
     ),
     "variance": (
-        "68430205f2fe657eefbeadde030000000e000000000000000300000004010000004081030046",
+        "68430305f2fe657eefbeadde030000000e000000000000000300000004010000004081030046",
         [0, 0, 1, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "randomk:ratio=0.25": (
-        "68430207bd9c2411efbeadde030000001400000000000000977fc4a5f29992c00000c03f0000000000000000",
+        "68430307bd9c2411efbeadde030000001400000000000000977fc4a5f29992c00000c03f0000000000000000",
         [0, 0, 1.5, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     ),
     "bf16": (
-        "68430210eca87176efbeadde03000000180000000000000000000000c03f00c0000000000000000000000000803e0000",
+        "68430310eca87176efbeadde03000000180000000000000000000000c03f00c0000000000000000000000000803e0000",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "efsignsgd": (
-        "6843020de38ecd03efbeadde030000000c000000000000000000e03f0000e0bfaa0a0000",
+        "6843030de38ecd03efbeadde030000000c000000000000000000e03f0000e0bfaa0a0000",
         [1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75],
     ),
     "onebit": (
-        "6843020eba3caba0efbeadde030000000c000000000000000000c03f000000c0aa0a0000",
+        "6843030eba3caba0efbeadde030000000c000000000000000000c03f000000c0aa0a0000",
         [1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2],
     ),
     "natural": (
-        "6843020fb853d289efbeadde030000002400000000000000000000020c000000000000f4010000000000000000000000000000000000000000000000",
+        "6843030fb853d289efbeadde030000002400000000000000000000020c000000000000f4010000000000000000000000000000000000000000000000",
         [0, 0, 2, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "qsgd:coding=fixed": (
-        "68430212ebb51b63efbeadde030000001a00000000000000004acc204005efe1f1de7befc1f7de7befbdf7de7befbdf7de7b",
+        "68430312ebb51b63efbeadde030000001a00000000000000004acc204005efe1f1de7befc1f7de7befbdf7de7befbdf7de7b",
         [0, 0, 1.507481336593628, -2.0099751949310303, 0, 0, 0, 0, 0, 0, 0.1674979329109192, 0],
     ),
     "qsgd:bits=2,bucket_size=6,coding=elias": (
-        "68430212f862290defbeadde0300000010000000000000000100004040000000400200000063b702",
+        "68430312f862290defbeadde0300000010000000000000000100004040000000400200000063b702",
         [0, 0, 0, -3, 0, 0, 0, 0, 0, 0, 2, 0],
     ),
 }
@@ -264,16 +270,16 @@ STORED = {
         (lambda f: f[:-1], "body"),
         (lambda f: np.concatenate([f, f[:1]]), "follow"),
         (lambda f: f[::-1].copy(), "not a horovod_compress payload"),
-        (lambda f: with_byte(f, 2, 9), "wire version 9, this rank has 2"),
+        (lambda f: with_byte(f, 2, 9), "wire version 9, this rank has 3"),
         (lambda f: with_byte(f, 26, f[26] ^ 1), "checksum"),
         (lambda f: with_byte(f, 20, 2, checksum=True), "body"),  # padding that is not there
         (lambda f: with_byte(f, 23, 255, checksum=True), "body"),
     ],
 )
 def test_errors_name_the_rank_and_the_trouble(change, words):
-    good = frame_of()
+    frames = [frame_of(), change(frame_of(rank=1))]
     with pytest.raises(WireError, match=words) as error:
-        wire.unseal(np.concatenate([good, change(good)]), 2, 1, 5, 0)
+        wire.unseal(np.concatenate(frames), 2, 1, 5, 0)
     assert "rank 1" in str(error.value) or "of 2 ranks" in str(error.value)
 
 
@@ -286,6 +292,30 @@ def test_frames_of_another_configuration_or_step():
     ):
         with pytest.raises(WireError, match=words):
             wire.unseal(frame_of(step=1), 1, number, digest, step)
+
+
+class Misplaced(Loopback):
+    """What ranks send comes in another order."""
+
+    def _all(self, name, parts):
+        return super()._all(name, parts)[::-1]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "split"])
+def test_frames_in_each_others_places_are_noticed(exchange):
+    ranks = ranks_of(f"topk:ratio=0.1,min_numel=0,exchange={exchange}", 2, {"w": (40,)}, Misplaced)
+    with pytest.raises(WireError, match="payload of rank 0: made by rank 1"):
+        run_step(ranks, gradients(0, 2, {"w": (40,)}))
+
+
+@BOTH
+@pytest.mark.parametrize("digest", [5, 2**32 - 2])
+@pytest.mark.parametrize("order, where", [((1, 0, 2), 0), ((0, 0, 2), 1), ((0, 1, 1), 2)])
+def test_frames_name_their_rank(module, digest, order, where):
+    """One in another's place, and one that comes twice."""
+    frames = np.concatenate([frame_of(digest=digest, rank=rank) for rank in order])
+    with pytest.raises(ValueError, match=f"of rank {where}: made by rank {order[where]}: it was"):
+        module.open_frames(frames, frames=3, number=1, digest=digest, step=0)
 
 
 def test_every_changed_bit_is_noticed():
@@ -313,9 +343,6 @@ def test_a_body_that_cannot_be_decoded_names_its_rank_too():
     for exchange in exchanges:
         with pytest.raises(WireError, match="payload of rank 1: unknown kind of values"):
             exchange.finish("w", np.ones(1, np.float32))
-
-
-BOTH = pytest.mark.parametrize("module", [kernels.cpu, reference], ids=["host", "reference"])
 
 
 @BOTH

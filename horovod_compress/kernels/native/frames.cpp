@@ -49,7 +49,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == kHeadroom);
 constexpr char kMagic[2] = {'h', 'C'};
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 // The checksum covers the frame from this byte on; the fields before are compared as they are.
 constexpr std::size_t kChecked = 8;
 constexpr std::uint32_t kNotFinite = 1;
@@ -117,8 +117,12 @@ py::tuple open_frames(const Bytes& data, std::size_t frames, std::uint8_t number
             if (checksum_without_lock(bytes + at + kChecked, end - at - kChecked) !=
                 header.checksum)
                 throw std::invalid_argument("its checksum does not fit: it was changed on the way");
-            if (header.number != number || header.digest != digest)
+            const std::uint32_t maker = header.digest - digest;
+            if (header.number != number || maker >= frames)
                 throw std::invalid_argument("made for another compressor, configuration or tensor");
+            if (maker != bodies.size())
+                throw std::invalid_argument("made by rank " + std::to_string(maker) +
+                                            ": it was put in another's place on the way");
             if (header.step != step)
                 throw std::invalid_argument("of step " + std::to_string(header.step) +
                                             ", this rank is at step " + std::to_string(step) +

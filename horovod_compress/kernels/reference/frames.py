@@ -8,7 +8,7 @@ import numpy as np
 
 from ..encoded import HEADROOM
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"hC"
 # Magic version id, checksum digest step length flags.
 HEADER = struct.Struct("<2sBBIIIII")
@@ -67,7 +67,8 @@ def open_frames(
     data: np.ndarray, *, frames: int, number: int, digest: int, step: int
 ) -> Tuple[List[np.ndarray], bool]:
     """(bodies, finite): the bodies of exactly so many joined frames, one for each rank, and whether
-    every rank's gradient was finite."""
+    every rank's gradient was finite. digest: rank 0's; each other's is one more than that of the
+    rank before."""
     bodies: List[np.ndarray] = []
     at = not_finite = 0
     try:
@@ -75,8 +76,11 @@ def open_frames(
             end, (_, _, id, found, its_digest, its_step, length, flags) = _end_of(data, at)
             if checksum(data[at + _CHECKED : end]) != found:
                 raise ValueError("its checksum does not fit: it was changed on the way")
-            if id != number or its_digest != digest:
+            maker = its_digest - digest & _MASK
+            if id != number or maker >= frames:
                 raise ValueError("made for another compressor, configuration or tensor")
+            if maker != len(bodies):
+                raise ValueError(f"made by rank {maker}: it was put in another's place on the way")
             if its_step != step:
                 raise ValueError(
                     f"of step {its_step}, this rank is at step {step}; was a state loaded on some "
