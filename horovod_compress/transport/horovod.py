@@ -63,8 +63,10 @@ def keep(handle: int) -> int:
     PyTorch needs Python's lock. When that thread ends, as it does when another rank has ended, it
     has a lock of Horovod's then, for which a rank that starts an operation waits with Python's.
     """
-    # Horovod gives its outputs to nobody before.
-    _views[handle] = [each.view(-1) for each in _tensors_in(mpi_ops._handle_map.get(handle, ()))]
+    # Horovod gives its outputs to nobody before. Its thread may be giving them their sizes: so none
+    # are read.
+    tensors = _tensors_in(mpi_ops._handle_map.get(handle, ()))
+    _views[handle] = [each.as_strided((0,), (1,)) for each in tensors]
     return handle
 
 

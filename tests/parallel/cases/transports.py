@@ -10,12 +10,14 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from checks import raises, registry
+from horovod.torch import mpi_ops
 from owners import Owners
 from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, available
 from horovod_compress.tools.models import MODELS
+from horovod_compress.transport.horovod import _views, keep, synchronize
 from horovod_compress.transport.mpi import MPITransport
 
 from .told import reduced
@@ -51,6 +53,23 @@ def mpi_gives_what_horovod_gives():
         assert (found == hvd.broadcast(found, 0, name=f"of the first rank {id}")).all(), (
             f"{id}: replicas differ"
         )
+
+
+@case(2)
+def an_output_that_is_being_made_is_held():
+    """Its sizes and strides do not fit together while Horovod's thread gives it them."""
+    handle = hvd.allgather_async(torch.zeros(3), name="held")
+    tensors = mpi_ops._handle_map[handle]
+    mpi_ops._handle_map[-1] = (torch.zeros(3), torch.zeros(4, 5).t())
+    try:
+        keep(-1)
+        assert all(view._base is not None and not view.numel() for view in _views.pop(-1))
+    finally:
+        del mpi_ops._handle_map[-1]
+    keep(handle)
+    assert [view._base is each for view, each in zip(_views[handle], tensors)] == [True, True]
+    synchronize(handle)
+    assert handle not in _views
 
 
 @case(2, 3)
