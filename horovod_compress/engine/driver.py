@@ -343,8 +343,9 @@ class Driver(ABC):
         """Totals of this rank since the start, by name:
 
         steps; steps_undone: rolled back, or discarded; bytes_sent, bytes_received: by this rank
-        through collectives, carriers and frames included; dense_bytes: all gradients, in the type
-        in which the exchange gets them; ratio: dense_bytes / bytes_sent; elements_sent;
+        through collectives, with carriers, frames, padding, and what ranks compare or save
+        together; in TensorFlow by steps alone; dense_bytes: all gradients, in the type in which the
+        exchange gets them; ratio: dense_bytes / bytes_sent; elements_sent;
         encode_seconds, exchange_seconds (waiting), decode_seconds; residual_norm: ‖v‖₂ over all
         tensors, now (in the middle of a step, what was just sent may be in it); overflows: how
         often a tensor had finite elements that became infinite in float16.
@@ -376,7 +377,7 @@ class Driver(ABC):
 
     def stats_by_tensor(self) -> Dict[str, TensorStats]:
         """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the
-        start, as in `stats`."""
+        start. bytes_sent has the tensor's frames and carriers, which `stats` adds others to."""
         return {
             name: cast(TensorStats, {key: tensor.counters[key] for key in SENT})
             for name, tensor in self._tensors.items()

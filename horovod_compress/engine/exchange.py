@@ -9,7 +9,7 @@ or predivision are.
 
 import dataclasses
 import time
-from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterator, Optional, Tuple, Union
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from ..protocol.requests import (
     ToReducer,
 )
 from ..transport.base import Transport
-from . import checkpoint
+from . import checkpoint, stages
 from .driver import Driver, Transaction
 from .joined import exchange_jointly, start_gathers, start_maxima
 from .momentum import follow, matched
@@ -47,24 +47,10 @@ from .stages import (
     Pending,
     Stage,
     Stages,
+    first_of,
 )
 from .step import commit_or_rollback
 from .tensor import Tensor
-
-# Elements on a device that are worth launches of their own: passes over so many take some 100 µs,
-# and as much to launch.
-_TOGETHER = 1 << 24
-
-
-def _first_of(pendings: Iterable[Pending]) -> List[Pending]:
-    """As many as have calls worth making together, so that more take no more memory."""
-    chosen, numel = [], 0
-    for pending in pendings:
-        chosen.append(pending)
-        numel += pending.grad.size
-        if numel >= _TOGETHER:
-            break
-    return chosen
 
 
 class Exchange(Driver):
@@ -104,8 +90,11 @@ class Exchange(Driver):
         self._numbers: Any = None
 
     def switch(self, *arguments: Any, **named: Any) -> None:
+        earlier = self.transport
         super().switch(*arguments, **named)
         self._small_length = self.transport.frame_length()
+        if self.transport is not earlier:
+            self.transport.count(earlier.bytes_sent, earlier.bytes_received)
 
     def submit(
         self,
@@ -136,7 +125,7 @@ class Exchange(Driver):
         self._latest = transaction
         transaction.tensors.append(tensor)
         self._advance(pending, None)
-        if self._to_call >= _TOGETHER:
+        if self._to_call >= stages.TOGETHER:
             self._call(CALL, self._advance)
         # No tensor of the step is still to come: so these are alike on all ranks.
         if len(self._stages.all) == len(self._tensors):
@@ -281,7 +270,7 @@ class Exchange(Driver):
         its answer, also where another one fails: it has to know what was taken out of its state."""
         counter = "decode_seconds" if stage is DECODE else "encode_seconds"
         while self._stages.at[stage]:
-            calling = _first_of(self._stages.waiting(stage))
+            calling = first_of(self._stages.waiting(stage))
             self._stages.take(calling)
             started, failure = time.perf_counter(), None
             answers = kernels.together([pending.request for pending in calling])
@@ -385,6 +374,10 @@ class Exchange(Driver):
 
     def steps_taken(self) -> int:
         return self._now.index
+
+    def totals(self) -> Dict[str, float]:
+        sent, received = self.transport.bytes_sent, self.transport.bytes_received
+        return {**super().totals(), "bytes_sent": sent, "bytes_received": received}
 
     def rollback(self) -> None:
         if self._stages.open:

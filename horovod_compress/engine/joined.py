@@ -70,9 +70,8 @@ def start_gathers(stages: Stages, start: Start, frame_length: wire.FrameLength, 
     stages.take(small)
     first = _sort(small)
     frames = [pending.request.request.array for pending in small]
-    needed, unpadded = sum(map(len, frames)), len(frames[-1])
+    needed = sum(map(len, frames))
     frames[-1] = wire.padded(frames[-1], frame_length(needed) - needed)
-    small[-1].tensor.count(Allgather(frames[-1][unpadded:]))
     wait = start(":small", Allgather(np.concatenate(frames)), first)
     arrived = _Shared(lambda: wire.by_tensor(wait(), ranks, len(frames)))
     for number, pending in enumerate(small):

@@ -43,6 +43,9 @@ def start_step(
         {name: ex.submit(name, grad, its.get(name), lr) for name, grad in named.items()}
         for ex, named, its in zip(exchanges, grads, known)
     ]
+    for ex, named in zip(exchanges, carriers):
+        sent = sum(carrier.nbytes for carrier in named.values())
+        ex.transport.count(sent, sent)
     for _ in itertools.zip_longest(*(ex.rounds() for ex in exchanges)):
         pass
     return carriers

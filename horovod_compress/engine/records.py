@@ -4,7 +4,8 @@ from typing import Any, Dict, Optional, TypedDict
 
 
 class TensorStats(TypedDict):
-    """Counts of a tensor since the start: see `Driver.stats_by_tensor`."""
+    """Counts of what was sent of a tensor since the start, without what transports add: see
+    `Driver.stats_by_tensor`."""
 
     bytes_sent: int
     dense_bytes: int

@@ -53,6 +53,22 @@ class Pending:
     wait: Any = None
 
 
+# Elements on a device that are worth launches of their own: passes over so many take some 100 µs,
+# and as much to launch.
+TOGETHER = 1 << 24
+
+
+def first_of(pendings: Iterable[Pending]) -> List[Pending]:
+    """As many as have calls worth making together, so that more take no more memory."""
+    chosen, numel = [], 0
+    for pending in pendings:
+        chosen.append(pending)
+        numel += pending.grad.size
+        if numel >= TOGETHER:
+            break
+    return chosen
+
+
 class Stages:
     """The tensors of one step on one rank.
 

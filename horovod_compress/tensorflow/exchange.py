@@ -76,6 +76,7 @@ class GraphExchange(Driver):
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self.shapes: Dict[str, tuple] = {}
         self.sends_number: Optional[str] = None
+        self._counted = 0  # bytes that are no tensor's
         # By name, what a state that was loaded has of tensors that are not known yet.
         self.loaded: Dict[str, Saved] = {}
 
@@ -142,6 +143,16 @@ class GraphExchange(Driver):
             step = dataclasses.replace(self._now, scale=scale, lr=lr)
             self._begun[call] = Transaction(), step, squared_norm
             return call
+
+    def count(self, nbytes: int) -> None:
+        """Counts bytes of a sum that a step needs for all its tensors."""
+        with self._lock:
+            self._counted += nbytes
+
+    def totals(self) -> Dict[str, float]:
+        summed = super().totals()
+        more = {key: summed[key] + self._counted for key in ("bytes_sent", "bytes_received")}
+        return {**summed, **more}
 
     def submit(
         self,

@@ -88,6 +88,7 @@ class RunningCompression(VariableCompression):
         return np.int64(number), np.full((len(names), 1), -1, np.int32)
 
     def _check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
+        self._exchange.count(ranks.nbytes)
         size = self._process_set.size()
         gone = size - int(ranks[0])
         if gone:

@@ -208,23 +208,24 @@ class Echo(Transport):
         self.sent: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
 
-    def count(self, verb: str, array: np.ndarray) -> None:
+    def note(self, verb: str, array: np.ndarray) -> None:
         self.sent[f"{verb} {array.dtype}"] += array.nbytes
         self.operations[f"{verb} {array.dtype}"] += 1
+        self.count(array.nbytes, array.nbytes * (self.size - 1 if verb == "allgather" else 1))
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
-        self.count("allgather", payload)
+        self.note("allgather", payload)
         echo = np.tile if name.endswith(".round") else _frames_of_all
         return lambda: self._timed(echo, payload, self.size)
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
-        self.count("allreduce", array)
+        self.note("allreduce", array)
         return lambda: self._timed(np.multiply, array, self.size if op == "sum" else 1, out=array)
 
     def alltoall(
         self, name: str, payload: np.ndarray, splits: Sequence[int]
     ) -> Callable[[], List[np.ndarray]]:
-        self.count("alltoall", payload)
+        self.note("alltoall", payload)
         return lambda: self._timed(lambda: [payload[: splits[0]].copy() for _ in range(self.size)])
 
     def _timed(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -350,7 +351,7 @@ def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tu
         started = time.perf_counter()
         carriers[name] = exchange.submit(name, grad)
         encode += time.perf_counter() - started
-        echo.count("allreduce", carriers[name])  # by the reducer
+        echo.note("allreduce", carriers[name])  # by the reducer
     started = time.perf_counter()
     exchange.flush()
     between, encoded = echo.seconds, time.perf_counter()

@@ -191,6 +191,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         sent = memory if carrier is array else slot.tensor_of(carrier)
         grad: Any = slot.param.grad
         self._submitted.append((slot, tensor, grad._version))
+        self._exchange.transport.count(sent.nbytes, sent.nbytes)
         # As `transport.horovod.keep` says; a parameter holds its own gradient.
         kept = None if sent is grad else sent.view(-1)
         return sent, (slot, tensor, memory, sent, carrier, kept)

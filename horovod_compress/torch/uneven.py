@@ -147,6 +147,7 @@ class _Member:
             message, name=self.name, op=hvd.Max, process_set=compression._process_set
         )
         keep(self._handle)
+        compression._transport.count(message.nbytes, message.nbytes)
 
     def leave(self) -> None:
         """Brings a step to its end that this rank has begun, and says that it takes no more."""

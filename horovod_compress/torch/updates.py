@@ -53,6 +53,7 @@ class UpdateCompression(UpdateExchange, TorchBinding):
         super().begin(parameters, local_steps)
 
     def _mean(self, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
+        self._transport.count(tensor.nbytes, tensor.nbytes)
         handle = hvd.allreduce_async_(
             tensor, name=name, op=hvd.Average, process_set=self._process_set
         )

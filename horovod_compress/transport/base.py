@@ -24,6 +24,14 @@ class Transport(ABC):
     # Payloads of at most so many bytes, by what is known beforehand, are gathered as one message.
     # 0: each is one.
     joins_up_to = 0
+    # Of all collectives: what this rank has handed over, with padding and lengths, and what came
+    # back that is not its own. Not what Horovod and MPI add to that.
+    bytes_sent = bytes_received = 0
+
+    def count(self, sent: int, received: int) -> None:
+        """Counts bytes of collectives."""
+        self.bytes_sent += sent
+        self.bytes_received += received
 
     @abstractmethod
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:

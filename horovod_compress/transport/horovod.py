@@ -84,7 +84,7 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     joins_up_to = SMALL
 
     def in_step(self, name: str) -> Transport:
-        return _CountedStep(self._process_set, name)
+        return _CountedStep(self, name)
 
     def frame_length(self) -> FrameLength:
         return Steady()
@@ -94,10 +94,18 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
             functools.partial(hvd.allgather_async, name=name, process_set=self._process_set),
             payload,
         )
-        return lambda: wait().numpy()
+        self.count(payload.nbytes, -payload.nbytes)
+
+        def wait_for_all() -> np.ndarray:
+            received = wait().numpy()
+            self.count(0, received.nbytes)
+            return received
+
+        return wait_for_all
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         tensor = torch.from_numpy(array)
+        self.count(array.nbytes, array.nbytes)
         handle = keep(
             hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
         )
@@ -113,9 +121,11 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
             ),
             payload,
         )
+        self.count(sum(splits), -splits[self.rank])
 
         def wait_for_parts() -> List[np.ndarray]:
             received, lengths = wait()
+            self.count(0, received.nbytes)
             return [part.numpy() for part in received.split(lengths.tolist())]
 
         return wait_for_parts
@@ -128,10 +138,10 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
         return functools.partial(self._wait, keep(start(torch.from_numpy(payload))))
 
     def joined(self) -> List[int]:
-        here = torch.zeros(self.size, dtype=torch.int32, device="cpu")
+        here = np.zeros(self.size, np.int32)
         here[self.rank] = 1
         # Ranks that have joined add zeros.
-        found = hvd.allreduce(here, name="hvdc.here", op=hvd.Sum, process_set=self._process_set)
+        found = self.allreduce("hvdc.here", here)()
         return [rank for rank, there in enumerate(found.tolist()) if not there]
 
     def _refusal(self) -> RuntimeError:
@@ -165,9 +175,10 @@ class _CountedStep(HorovodTransport):
     there, whatever this rank does or waits for by then, because others may wait for it.
     """
 
-    def __init__(self, process_set: Any, name: str) -> None:
-        super().__init__(process_set)
+    def __init__(self, transport: HorovodTransport, name: str) -> None:
+        super().__init__(transport._process_set)
         self._name = name
+        self.count = transport.count  # type: ignore[method-assign]
         self._lock = threading.Lock()  # for all below
         # Horovod's handle, until it is known how the count has ended.
         self._count: Optional[int] = None
@@ -225,6 +236,7 @@ class _CountedStep(HorovodTransport):
     def _begin_count(self) -> None:
         if self._count is None and not (self._counted or self._some_joined or self._error):
             # A mean, as carriers mostly are: Horovod joins it with those.
+            self.count(self._here.nbytes, self._here.nbytes)
             self._count = keep(
                 hvd.allreduce_async_(
                     self._here, name=self._name, op=hvd.Average, process_set=self._process_set

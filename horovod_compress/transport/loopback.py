@@ -27,17 +27,24 @@ class Loopback(Transport):
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         parts = self._post(("gather", name), payload)
-        return lambda: np.concatenate(self._all(name, parts))
+        self.count(payload.nbytes, -payload.nbytes)
+        return lambda: np.concatenate(self._arrived(self._all(name, parts)))
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         parts = self._post(("reduce", name), array.copy())
+        self.count(array.nbytes, array.nbytes)
         return lambda: _OPS[op].reduce(self._all(name, parts), axis=0, out=array)
 
     def alltoall(
         self, name: str, payload: np.ndarray, splits: Sequence[int]
     ) -> Callable[[], List[np.ndarray]]:
         sent = self._post(("alltoall", name), np.split(payload, np.cumsum(splits))[:-1])
-        return lambda: [parts[self.rank] for parts in self._all(name, sent)]
+        self.count(sum(splits), -splits[self.rank])
+        return lambda: self._arrived([parts[self.rank] for parts in self._all(name, sent)])
+
+    def _arrived(self, parts: List[np.ndarray]) -> List[np.ndarray]:
+        self.count(0, sum(part.nbytes for part in parts))
+        return parts
 
     def _post(self, key: Tuple[str, str], array: Any) -> Dict[int, Any]:
         parts = self._board.setdefault(key, {})

@@ -93,6 +93,7 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
         comm, status = self._communicator(), self._mpi.Status()
         tag = zlib.crc32(name.encode()) & 0x7FFF
         sending = [comm.Isend(payload, rank, tag) for rank in ranks]
+        self.count(payload.nbytes * len(ranks), 0)
 
         def received() -> Dict[int, np.ndarray]:
             arrays = {}
@@ -104,6 +105,7 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
                 )
                 arrays[rank] = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
                 found.Recv(arrays[rank])
+                self.count(0, arrays[rank].nbytes)
             self._mpi.Request.Waitall(sending)
             return arrays
 
@@ -158,6 +160,7 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
             )
         if gathered:
             received = np.empty(totals.sum(), np.uint8)
+            self.count(sent.nbytes, received.nbytes - sent.nbytes)
             self._comm.Allgatherv(sent, [received, totals])
             self._hand_out(list(gathered), received, totals)
         for (op, name), array in started:
@@ -178,6 +181,7 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
         ]
         own = np.array([size, len(started), zlib.crc32(repr(operations).encode())], np.int64)
         all_ranks = np.empty((self.size, own.size), np.int64)
+        self.count(own.nbytes, all_ranks.nbytes - own.nbytes)
         request = self._comm.Iallgather(own, all_ranks)
         self._announcing = request, own, all_ranks
         _until(
@@ -200,6 +204,8 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
         lengths = np.empty(self.size, np.int64)
         self._comm.Alltoall(splits, lengths)
         received = np.empty(lengths.sum(), np.uint8)
+        others = np.delete(lengths, self.rank)
+        self.count(splits.nbytes + int(splits.sum()), others.nbytes + int(others.sum()))
         self._comm.Alltoallv([payload, splits], [received, lengths])
         return np.split(received, np.cumsum(lengths)[:-1])
 
@@ -216,6 +222,8 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
 
     def _reduce(self, op: str, arrays: Dict[_Key, np.ndarray]) -> None:
         operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX}[op]
+        nbytes = sum(array.nbytes for array in arrays.values())
+        self.count(nbytes, nbytes)
         together = {key: array for key, array in arrays.items() if array.nbytes < _ALONE}
         for key, array in arrays.items():
             if key not in together:

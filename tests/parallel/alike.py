@@ -45,6 +45,12 @@ def gradients(rank, step):
     return {name: generator.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
 
 
+def sent_of_tensors(compression):
+    """Bytes of all tensors' carriers and frames, whatever transports and comparisons of ranks
+    add."""
+    return sum(each["bytes_sent"] for each in compression.stats_by_tensor().values())
+
+
 def assert_simulated(spec, rank, size, results, sent):
     """That a rank has what `simulate` gives, to the last bit and to the byte. So what every
     framework gives is the same. results[step][name]; sent: bytes of all steps."""

@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,8 +15,9 @@ if not dist.is_available() or not dist.is_gloo_available():
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
-from horovod_compress import ddp  # noqa: E402
+from horovod_compress import WireError, ddp  # noqa: E402
 from horovod_compress.ddp.checks import check_model  # noqa: E402
+from horovod_compress.transport import distributed  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,6 +46,74 @@ def test_one_rank_trains_as_without_compression(spec):
     assert compression.stats()["bytes_sent"] == 0
     compression.load_state_dict(compression.state_dict())
     compression.switch("none")
+
+
+def gathered(transport, lengths):
+    """Of gathers of so many bytes: how many each takes, and the bytes of each."""
+    messages, sent = [], []
+    for length in lengths:
+        with pytest.MonkeyPatch.context() as patch:
+            gathers, gather = [], distributed._gather_rows
+            patch.setattr(
+                distributed,
+                "_gather_rows",
+                lambda rows, row, **options: gathers.append(row) or gather(rows, row, **options),
+            )
+            assert transport.allgather("g", np.ones(length, np.uint8))().tolist() == [1] * length
+        messages.append(len(gathers))
+        sent.append(sum(row.nbytes for row in gathers))
+    return messages, sent
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        # The end of a warm-up, a switch, and their opposites.
+        ([100_000] * 20, [1000] * 20),
+        ([100_000, 60_000, 100_000] * 5, [1000, 1010, 1005] * 10),
+        ([300] * 20, [3000] * 20),
+        ([300] * 20, [100_000] * 20),
+        # One step that is longer than the rest.
+        ([1000] * 9 + [10**7], [1000] * 20),
+        ([10**7], [1000] * 20),
+        ([1000 * 2**i for i in range(10)], [400, 200, 100] * 8),
+    ],
+)
+def test_rows_are_as_long_as_the_frames_of_late(before, after):
+    """Whatever came before, and in one gather where frames are alike."""
+    transport = distributed.DistributedTransport(None)
+    gathered(transport, before)
+    messages, sent = gathered(transport, after)
+    assert messages[-9:] == [1] * 9
+    assert max(sent[-9:]) <= 32 + 33 / 32 * max(after) + 1
+    # Until then nothing is sent again and again that nobody needs.
+    assert sum(sent) <= 1.1 * max(sum(after), len(after) * max(after)) + max(before) + 8 * 4096
+
+
+def test_every_changed_bit_of_a_rows_head_is_noticed(monkeypatch):
+    """And changes neither what later rows are cut to nor how much memory this one takes."""
+    transport, gather = distributed.DistributedTransport(None), distributed._gather_rows
+    damage, sizes = [], []
+
+    def damaging(rows, row, **options):
+        work = gather(rows, row, **options)
+        work.wait()
+        sizes.append(rows.nbytes)
+        if damage:
+            bit = damage.pop()
+            rows[bit // 8] ^= 1 << bit % 8
+        return work
+
+    monkeypatch.setattr(distributed, "_gather_rows", damaging)
+    frames = {"a": np.ones(50, np.uint8), "b": np.ones(9, np.uint8)}
+    for bit in range(8 * (24 + 8 * len(frames))):
+        damage.append(bit)
+        for wait in [transport.allgather(*each) for each in frames.items()]:
+            with pytest.raises(WireError, match="payload of rank 0: the checksum of its lengths"):
+                wait()
+    waits = [transport.allgather(*each) for each in frames.items()]
+    assert [wait().tolist() for wait in waits] == [[1] * 50, [1] * 9]
+    assert max(sizes) <= 24 + 16 + 59
 
 
 def test_a_trial_is_told_its_candidates():

@@ -15,7 +15,7 @@ from kernel_arguments import Arguments
 from tiers import examples
 
 from horovod_compress import get_compressor, kernels
-from horovod_compress.engine import exchange as exchange_module
+from horovod_compress.engine import stages
 from horovod_compress.engine.lockstep import make_ranks, mean_of
 from horovod_compress.kernels import DeviceCall, cpu, together
 from horovod_compress.protocol.wire import WireError
@@ -285,7 +285,7 @@ def test_launches_come_early_where_much_waits(spec, monkeypatch):
     """Long before the last gradient comes, payloads travel; and results are the same."""
     grads = gradients(7)
     expected = steps_of(spec, grads, on_device)
-    monkeypatch.setattr(exchange_module, "_TOGETHER", 3000)
+    monkeypatch.setattr(stages, "TOGETHER", 3000)
     (one,) = make_ranks(get_compressor(spec), shapes(7), Loopback.group(1))
     with monkeypatch.context() as patch, Launches(patch) as launches:
         for name, grad in gradients(7)[0][0].items():
@@ -371,7 +371,7 @@ def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(
 
 @pytest.mark.parametrize("most", [1, 1 << 24])
 def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
-    monkeypatch.setattr(exchange_module, "_TOGETHER", most)
+    monkeypatch.setattr(stages, "TOGETHER", most)
     (exchange,) = make_ranks(
         get_compressor("topk:ratio=0.05,min_numel=0"), shapes(4), Loopback.group(1)
     )

@@ -1,10 +1,14 @@
-"""MPI gives what Horovod's own collectives give; two hosts, and one that goes away."""
+"""MPI gives what Horovod's own collectives give, and bytes are counted; two hosts, and one that
+goes away."""
 
+import contextlib
+import functools
 import itertools
 import pathlib
 import socket
 import sys
 import time
+from unittest import mock
 
 import horovod.torch as hvd
 import numpy as np
@@ -49,10 +53,118 @@ def mpi_gives_what_horovod_gives():
         assert (found - expected).abs().max() <= tolerance * expected.abs().max(), (
             f"{id} differs by {(found - expected).abs().max()}"
         )
-        assert compression.stats()["bytes_sent"] == other.stats()["bytes_sent"], id
+        assert compression.stats_by_tensor() == other.stats_by_tensor(), id
         assert (found == hvd.broadcast(found, 0, name=f"of the first rank {id}")).all(), (
             f"{id}: replicas differ"
         )
+
+
+class CountedMPI:
+    """A communicator, and [bytes that its collectives have got, and brought of other ranks]."""
+
+    def __init__(self, communicator, found):
+        self.communicator, self.found = communicator, found
+
+    def __getattr__(self, name):
+        def counted(sent, received, *arguments):
+            if name == "Allreduce":
+                brought = received.nbytes, received.nbytes
+            elif name == "Alltoallv":
+                brought = sum(sent[1]), sum(received[1]) - received[1][hvd.rank()]
+            else:
+                whole = received[0] if name == "Allgatherv" else received
+                own = sent.nbytes // (hvd.size() if name == "Alltoall" else 1)
+                brought = sent.nbytes, whole.nbytes - own
+            self.found[:] = [a + int(b) for a, b in zip(self.found, brought)]
+            return getattr(self.communicator, name)(sent, received, *arguments)
+
+        return counted
+
+
+@contextlib.contextmanager
+def collectives_counted():
+    """[bytes that Horovod's and MPI's collectives have got from this rank, and brought of
+    others]."""
+    found, own, communicator = [0, 0], {}, MPITransport._communicator
+
+    def started(function, tensor, *arguments, splits=None, **named):
+        options = named if splits is None else {**named, "splits": splits}
+        handle = function(tensor, *arguments, **options)
+        sent = tensor.nbytes if splits is None else int(splits.sum())
+        found[0] += sent
+        if function is mpi_ops.allreduce_async_:
+            found[1] += sent
+        else:
+            own[handle] = sent if splits is None else int(splits[hvd.rank()])
+        return handle
+
+    def ended(function, handle):
+        result = function(handle)
+        if handle in own:
+            moved = result[0] if isinstance(result, tuple) else result
+            found[1] += moved.nbytes - own.pop(handle)
+        return result
+
+    def counted(transport):
+        if transport._comm is None:
+            transport._comm = CountedMPI(communicator(transport), found)
+        return transport._comm
+
+    with contextlib.ExitStack() as stack:
+        for where, name, double in (
+            (hvd, "allgather_async", started),
+            (hvd, "alltoall_async", started),
+            (hvd, "allreduce_async_", started),
+            (sys.modules["horovod.torch.optimizer"], "allreduce_async_", started),
+            (hvd, "synchronize", ended),
+        ):
+            replaced = functools.partial(double, getattr(where, name))
+            stack.enter_context(mock.patch.object(where, name, replaced))
+        stack.enter_context(mock.patch.object(MPITransport, "_communicator", counted))
+        yield found
+
+
+@case(2, 3)
+def what_collectives_get_is_what_stats_say():
+    """Carriers, frames with padding, and all that transports and comparisons add; through a
+    warm-up, switches and states, and of updates."""
+    for transport in ("horovod", "mpi") if hvd.mpi_enabled() else ("horovod",):
+        with collectives_counted() as found:
+            model = model_of()
+            optimizer = sgd(model)
+            compression = hvdc.Compression.from_spec(
+                f"dgc:ratio=0.01,warmup_steps=8,transport={transport}",
+                optimizer,
+                named_parameters=model.named_parameters(),
+            )
+            wrapped = wrap(model, optimizer, compression)
+            for spec in (
+                "",
+                "topk:ratio=0.05,exchange=split,transport={}",
+                "maxnorm:min_numel=0,transport={}",
+                "powersgd:transport={}",
+                "adacomp:transport={}",
+                "dgc:momentum=0.9,clip_norm=1,min_numel=0,transport={}",
+                "none",
+            ):
+                if spec:
+                    compression.switch(spec.format(transport))
+                train(model, wrapped, batches(3 if spec else 20))
+                stats = compression.stats()
+                told = [stats["bytes_sent"], stats["bytes_received"]]
+                assert told == found, (transport, spec, told, found)
+            compression.state_dict(portable=True)
+            assert compression.stats()["bytes_sent"] == found[0] > 0
+    with collectives_counted() as found:
+        model = model_of()
+        optimizer = hvdc.UpdateOptimizer(
+            sgd(model), named_parameters=model.named_parameters(), compression="topk:ratio=0.05"
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        train(model, optimizer, batches(2))
+        optimizer.switch("none")
+        train(model, optimizer, batches(2))
+        assert optimizer.compression.stats()["bytes_sent"] == found[0], found
 
 
 @case(2)
@@ -84,7 +196,7 @@ def an_alltoall_in_a_step():
         compression = compressed(model, sgd(model), 5, Owners(transport=transport, min_numel=0))
         assert_close(model, reference, tolerance=1e-5)
         assert_replicas_identical(model)
-        sent.add(compression.stats()["bytes_sent"])
+        sent.add(str(compression.stats_by_tensor()))
     assert len(sent) == 1 and compression.stats()["ratio"] < 1
 
 

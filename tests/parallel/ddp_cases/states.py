@@ -157,9 +157,6 @@ def records_and_totals():
             assert [record["step"] for record in records] == [0, 1, 2, 3], records
     stats = compression.stats()
     assert stats["ratio"] > 4 and stats["steps"] == 4, stats
-    assert stats["bytes_sent"] == sum(
-        its["bytes_sent"] for its in compression.stats_by_tensor().values()
-    )
 
 
 @case(2, 3)

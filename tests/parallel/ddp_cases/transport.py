@@ -1,17 +1,20 @@
-"""Messages of any length, several at a time."""
+"""Messages of any length, several at a time, and what is counted of them."""
 
+import contextlib
 import gc
 import os
 import resource
+from unittest import mock
 
 import numpy as np
 import torch.distributed as dist
 from checks import raises, registry
 
-from horovod_compress import MismatchError
+from horovod_compress import MismatchError, WireError, ddp
+from horovod_compress.transport import distributed
 from horovod_compress.transport.distributed import DistributedTransport
 
-from .training import assert_replicas_identical, batches, train, wrapped
+from .training import assert_replicas_identical, batches, model_of, sgd, train, wrapped
 from .updates import updating
 
 CASES, case = registry()
@@ -34,6 +37,94 @@ def ranks_that_gather_different_things_get_an_error():
     wait = transport.allgather("step" if dist.get_rank() else "state", np.zeros(3, np.uint8))
     with raises(MismatchError, "another rank something else", "calls of all ranks"):
         wait()
+
+
+@contextlib.contextmanager
+def collectives_counted():
+    """[bytes that torch.distributed's collectives have got from this rank, and brought it from
+    others]."""
+    found = [0, 0]
+
+    def counting(function, brought):
+        def counted(*arguments, **named):
+            sent, received = brought(*arguments)
+            found[0] += sent
+            found[1] += received
+            return function(*arguments, **named)
+
+        return counted
+
+    others, rank = dist.get_world_size() - 1, dist.get_rank()
+    counted = {
+        (distributed, "_gather_rows"): lambda rows, row: (row.nbytes, others * row.nbytes),
+        (dist, "all_reduce"): lambda tensor, *_: (tensor.nbytes, tensor.nbytes),
+        (dist, "all_to_all_single"): lambda parts, sent, received, _: (
+            sent.nbytes,
+            parts.nbytes - received[rank],
+        ),
+    }
+    with contextlib.ExitStack() as stack:
+        for (where, name), brought in counted.items():
+            double = counting(getattr(where, name), brought)
+            stack.enter_context(mock.patch.object(where, name, double))
+        yield found
+
+
+@case(2, 3)
+def what_collectives_get_is_what_stats_say():
+    """Through a warm-up, switches and states, in each step; of updates too."""
+    specs = (
+        *("topk:ratio=0.05,exchange=split", "maxnorm:min_numel=0", "powersgd", "adacomp"),
+        *("dgc:momentum=0.9,clip_norm=1,min_numel=0", "fp16", "none"),
+    )
+    with collectives_counted() as found:
+        model, optimizer, compression = wrapped("dgc:ratio=0.01,warmup_steps=8")
+        for switch in ("", *specs):
+            if switch:
+                compression.switch(switch)
+            for batch in batches(1 if switch else 10):
+                train(model, optimizer, [batch])
+                stats = compression.stats()
+                assert [stats["bytes_sent"], stats["bytes_received"]] == found, (switch, found)
+        compression.state_dict(portable=True)
+        assert compression.stats()["bytes_sent"] == found[0] > 0
+    with collectives_counted() as found:
+        model, optimizer = updating("topk:ratio=0.05")
+        for switch in "", "maxnorm", "none":
+            if switch:
+                optimizer.switch(switch)
+            train(model, optimizer, batches(2))
+            assert optimizer.compression.stats()["bytes_sent"] == found[0], switch
+
+
+@case(2)
+def a_row_that_one_rank_alone_sees_damaged_holds_nobody_up():
+    """Also where a second gather brings the rest of it: the others go on, and so does that rank,
+    after an error."""
+    rank, gather = dist.get_rank(), distributed._gather_rows
+    transport = DistributedTransport(dist.new_group())
+    damage = []
+
+    def damaging(rows, row, **options):
+        work = gather(rows, row, **options)
+        work.wait()
+        if damage:
+            # Rank 0's, in rank 1's memory.
+            rows[damage.pop()] ^= 4
+        return work
+
+    with mock.patch.object(distributed, "_gather_rows", damaging):
+        for length in 10, 5000:
+            # The mark, the checksum, the row's length and its other copy, and a frame's length.
+            for at in 0, 4, 8, 16, 24:
+                damage[:] = [at] * rank
+                lengths = length + 100 * at, length
+                wait = transport.allgather(f"{length}", np.full(lengths[rank], rank, np.uint8))
+                if rank:
+                    with raises(WireError, "payload of rank 0: the checksum of its lengths"):
+                        wait()
+                else:
+                    assert wait().tolist() == [0] * lengths[0] + [1] * lengths[1]
 
 
 @case(2)
