@@ -102,7 +102,7 @@ class Driver(ABC):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within it a step is under way."""
+        """Within it a step is under way, also for a handler of signals that asks."""
         before, self.within = self.within, lambda: True
         try:
             yield

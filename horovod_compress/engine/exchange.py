@@ -320,11 +320,9 @@ class Exchange(Driver):
         """Ends the step: commits it where all that was submitted is finished, and finite, else
         rolls it back."""
         transaction = self._transaction
-        transaction.finite = transaction.finite and not self._stages.open
-        # A handler of signals may ask in the middle of this.
+        transaction.finite &= not self._stages.open
         with self.held():
-            # Their gradients are to be in the residuals, as those of other steps are that were not
-            # finished.
+            # Their gradients are to be in the residuals, as those of other unfinished steps are.
             for pending in self._stages.waiting(ENCODE):
                 pending.step.send(None)
             self._call(CALL, lambda pending, answer: pending.step.send(answer))
