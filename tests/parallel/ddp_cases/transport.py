@@ -10,11 +10,11 @@ import numpy as np
 import torch.distributed as dist
 from checks import raises, registry
 
-from horovod_compress import MismatchError, WireError, ddp
+from horovod_compress import MismatchError, WireError
 from horovod_compress.transport import distributed
 from horovod_compress.transport.distributed import DistributedTransport
 
-from .training import assert_replicas_identical, batches, model_of, sgd, train, wrapped
+from .training import assert_replicas_identical, batches, train, wrapped
 from .updates import updating
 
 CASES, case = registry()
