@@ -192,8 +192,9 @@ class HorovodBinding(Binding):
     def _sync(self) -> None:
         """All ranks, those that stay and those that have just begun, go on from rank 0's step,
         under its names of collectives, which traced functions hold."""
-        self._adopt(gather(self._transport, "hvdc.elastic.spec", self._settings())[0])
+        # First, because ranks that have just begun name collectives where they switch.
         self._agree_on_number()
+        self._adopt(gather(self._transport, "hvdc.elastic.spec", self._settings())[0])
         self._synced, self._agreed = True, False
         self._exchange.rollback()
         self._resize()

@@ -31,9 +31,12 @@ def made(hvdc):
     for i, spec in enumerate(SPECS):
         model = model_of(spec)
         optimizer = optimizer_of(spec, model)
-        bound = () if i == UNBOUND else (optimizer, model.named_parameters())
+        parameters = None if i == UNBOUND else model.named_parameters()
         compression = hvdc.Compression.from_spec(
-            spec, *bound, grad_scaler=scaler if i == SCALED else None
+            spec,
+            None if i == UNBOUND else optimizer,
+            named_parameters=parameters,
+            grad_scaler=scaler if i == SCALED else None,
         )
         named = [(f"{i}.{name}", param) for name, param in model.named_parameters()]
         wrapped = hvd.DistributedOptimizer(
