@@ -107,7 +107,7 @@ class Controller:
 
     def _gathered(self, value: Any) -> List[Any]:
         """What all ranks say, in rank order, of a JSON-able value each."""
-        return gather(self._compression._transport, f"{self._compression._label}.auto", value)
+        return gather(self._compression._transport, f"{self._compression._label()}.auto", value)
 
     def resume(self, spec: str, chosen: bool) -> None:
         """Takes over a choice that was made elsewhere, and is in force. Where none was, trials go

@@ -42,8 +42,6 @@ class Binding(ABC):
         self._machine: Optional[Machine] = None
         self._has_told_of_float32 = False
 
-    # Which names of collectives begin with.
-    _label = "hvdc"
     # Whether ranks may come and go.
     _elastic = False
     # Whether an elastic state has this compression, where ranks may come and go.
@@ -58,6 +56,11 @@ class Binding(ABC):
 
     def __reduce__(self) -> Tuple[Any, ...]:
         raise TypeError(NO_COPIES)
+
+    # No property, which tools read that list what an object has.
+    def _label(self) -> str:
+        """Returns what names of collectives begin with. All ranks ask it together."""
+        return "hvdc"
 
     def _tell_of_float32(self, name: str) -> None:
         """Warns, the first time, of a tensor whose float64 numbers are not all there in float32."""
@@ -83,7 +86,7 @@ class Binding(ABC):
         difference.
         """
         if self._active and not self._agreed:
-            agree(self._transport, self._label, self._description())
+            agree(self._transport, self._label(), self._description())
             self._agreed = True
 
     @abstractmethod
@@ -106,9 +109,9 @@ class Binding(ABC):
     def _meet(self) -> None:
         """Does what features have to arrange for tensors that have come. All ranks call it, before
         a step."""
-        self._exchange.label = self._label
+        self._exchange.label = self._label()
         if self._machine is not None and self._machine.due:
-            self._machine.arrange(self._transport, self._label, self._placement().machine)
+            self._machine.arrange(self._transport, self._label(), self._placement().machine)
 
     @property
     def config(self) -> Dict[str, Any]:

@@ -94,10 +94,8 @@ class HorovodBinding(Binding):
         # Since the last `_resize`.
         self._ranks = self._rank_and_size()
 
-    @property
-    def _label(self) -> str:  # type: ignore[override]
-        """What names of collectives begin with. To be asked where all ranks of the process set are:
-        the first time they give this compression a number."""
+    def _label(self) -> str:
+        """As of `Binding`. The first time ranks give this compression a number."""
         if self._number is None and _in_a_thread_of_the_user():
             # Whose collectives come in no order: that of making is left, below the other numbers.
             self._number = -1 - self._place
@@ -199,14 +197,16 @@ class HorovodBinding(Binding):
         self._exchange.rollback()
         self._resize()
         self.handshake()
-        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label))
+        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label()))
 
     def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
         """All ranks, of which some are about to leave, go on with the mean of what they keep.
         saved: what this rank kept before; returns the mean of that."""
         self._exchange.rollback()
-        self._go_back_to(checkpoint.synced(self._entry(), self._transport, self._label, even=True))
-        return checkpoint.synced(saved, self._transport, self._label, even=True)
+        self._go_back_to(
+            checkpoint.synced(self._entry(), self._transport, self._label(), even=True)
+        )
+        return checkpoint.synced(saved, self._transport, self._label(), even=True)
 
     def _refuse_unsynced(self, state: str) -> None:
         """RuntimeError where no elastic state has this compression; state: how one gets it."""

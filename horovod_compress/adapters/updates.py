@@ -147,13 +147,13 @@ class Averaging(Binding):
             return
         agree(
             self._transport,
-            f"{self._label}.state",
+            f"{self._label()}.state",
             {name: list(tensor.shape) for name, tensor in tensors.items()},
             "called average_state()",
             "Where a rank has taken no step yet, or had no gradient of some of these, call "
             "average_state() later",
         )
-        self._average(f"{self._label}.state", tensors)
+        self._average(f"{self._label()}.state", tensors)
 
     def make_alike(self, method: str, sums: List[int], tensors: Dict[str, Any]) -> None:
         """Makes tensors their mean over ranks where they differ. Warns of ranks that do not come.
@@ -165,7 +165,7 @@ class Averaging(Binding):
         """
         if not self._active:
             return
-        name = f"{self._label}.{method}"
+        name = f"{self._label()}.{method}"
         with warning_when_stalled(
             f"not all {self._transport.size} ranks have called {method}() of their optimizer yet "
             f"(collective {name})"

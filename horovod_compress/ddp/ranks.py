@@ -1,10 +1,11 @@
 """The ranks of torch.distributed, as compressions need them."""
 
+import dataclasses
 import functools
 import itertools
 import os
 import weakref
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -32,10 +33,9 @@ class RanksBinding(Binding):
         if self._active:
             self._ranks = RanksBeside(group)
 
-    @functools.cached_property
     def _places(self) -> List[Any]:
         """By rank, what its launcher has told it: the number of its machine, which of the ranks
-        there it is, and how many those are; [] for one that was not told."""
+        there it is, and how many those are; [] for one that was not told. All ranks call it."""
         told = [int(os.environ[name]) for name in _TOLD if name in os.environ]
         return gather(self._ranks, "hvdc.places", told if len(told) == len(_TOLD) else [])
 
@@ -55,18 +55,18 @@ class RanksBinding(Binding):
         return super()._machine_for(compressor) if compressor.policy.hosts else None
 
     def _placement(self) -> Placement:
-        rank, refused = self._ranks.rank, None
+        rank, places, refused = self._ranks.rank, self._places(), None
         if self._ranks.size < dist.get_world_size():
             refused = "needs all ranks of a machine: leave process_group out, or hosts"
-        elif not all(self._places):
+        elif not all(places):
             refused = (
                 f"needs {', '.join(_TOLD)} in the environment of every rank, as torchrun sets "
                 "them: start with that, or leave hosts out"
             )
         if refused:
             return Placement(rank, 0, 0, 1, True, refused)
-        machine, local, size = self._places[rank]
-        even = len({each[2] for each in self._places}) == 1
+        machine, local, size = places[rank]
+        even = len({each[2] for each in places}) == 1
         return Placement(rank, machine, local, size, even)
 
     def _mean(self, tensor: torch.Tensor, name: str = "") -> Callable[[], Any]:
@@ -99,7 +99,9 @@ class RanksBeside(DistributedTransport):
 
     @functools.cached_property
     def _shared(self) -> "_Shared":
-        return _shared_beside(self._beside or dist.group.WORLD)
+        shared = _shared_beside(self._beside or dist.group.WORLD)
+        shared.users.add(self)
+        return shared
 
     @functools.cached_property
     def group(self) -> Any:  # type: ignore[override]
@@ -116,16 +118,19 @@ class RanksBeside(DistributedTransport):
     def give_up(self) -> None:
         """Has later compressions meet elsewhere: ranks may have started different numbers of
         collectives here."""
-        _shared[:] = [each for each in _shared if each is not self._shared]
+        self._shared.given_up = True
 
 
-class _Shared(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class _Shared:
     """A group that compressions share, and the user's that it is beside. PyTorch keeps both until
-    they are destroyed."""
+    they are destroyed. given_up: whether no others join its users."""
 
     beside: "weakref.ref[dist.ProcessGroup]"
     group: "weakref.ref[dist.ProcessGroup]"
-    numbers: Iterator[int]
+    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    users: "weakref.WeakSet[RanksBeside]" = dataclasses.field(default_factory=weakref.WeakSet)
+    given_up: bool = False
 
 
 _shared: List[_Shared] = []
@@ -134,18 +139,22 @@ _shared: List[_Shared] = []
 def _shared_beside(group: Any) -> _Shared:
     """The group beside the user's. All ranks come here at the same place."""
     there = dist.distributed_c10d._world.pg_names
-    for each in [each for each in _shared if each.beside() not in there]:
-        _shared.remove(each)
-        if each.group() in there:
-            dist.destroy_process_group(each.group())
-    found = [each for each in _shared if each.beside() is group and each.group() in there]
+    for each in list(_shared):
+        if each.beside() not in there or each.given_up and not each.users:
+            _shared.remove(each)
+            if each.group() in there:
+                dist.destroy_process_group(each.group())
+    its = [each for each in _shared if each.beside() is group and not each.given_up]
+    found = [each for each in its if each.group() in there]
     said: List[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, (len(found), len(there)), group=group)
-    if not all(its for its, _ in said):
-        made = _new_group(group, [number for _, number in said])
-        found = [_Shared(weakref.ref(group), weakref.ref(made), itertools.count())]
-        _shared[:] = [*found, *(each for each in _shared if each.beside() is not group)]
-    return found[0]
+    if all(number for number, _ in said):
+        return found[0]
+    for each in its:
+        each.given_up = True
+    made = _new_group(group, [number for _, number in said])
+    _shared.append(_Shared(weakref.ref(group), weakref.ref(made)))
+    return _shared[-1]
 
 
 def _new_group(group: Any, numbers: List[int]) -> dist.ProcessGroup:

@@ -233,7 +233,7 @@ class OptimizerCompression(OptimizerSteps):
             description = {**description_of(chosen.compressor), **_described(chosen.tensors)}
             agree(
                 self._transport,
-                f"{self._label}.switch",
+                f"{self._label()}.switch",
                 description,
                 "called compression.switch()",
                 "Call it on all ranks, between the same two steps, with the same spec",
@@ -288,7 +288,7 @@ def state_of(binding: Binding, portable: bool) -> Dict[str, Any]:
     """What its exchange keeps, in tensors and plain values; portable: the mean of all ranks'."""
     state = binding._exchange.state_dict()
     if portable:
-        state = checkpoint.portable(state, binding._transport, binding._label)
+        state = checkpoint.portable(state, binding._transport, binding._label())
     state["tensors"] = {
         name: {key: torch.from_numpy(array) for key, array in arrays.items()}
         for name, arrays in state["tensors"].items()

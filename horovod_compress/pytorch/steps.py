@@ -77,7 +77,7 @@ class OptimizerSteps(Binding):
             self.handshake()
             agree(
                 self._transport,
-                f"{self._label}.step",
+                f"{self._label()}.step",
                 {**_options(self._optimizer), "loss scale": scale},
                 advice=self._advice_on_options,
             )

@@ -60,7 +60,7 @@ class UpdateExchange(Averaging):
         if self._active:
             agree(
                 self._transport,
-                self._label,
+                self._label(),
                 {
                     **self._description(),
                     "local_steps": local_steps,
@@ -85,7 +85,7 @@ class UpdateExchange(Averaging):
         self._meet()
         carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
         waits = {
-            name: self._mean(tensor_of(carrier), f"{self._label}.{name}.mean")
+            name: self._mean(tensor_of(carrier), f"{self._label()}.{name}.mean")
             for name, carrier in carriers.items()
             if exchange.is_payload(name, carrier)
         }
@@ -118,7 +118,7 @@ class UpdateExchange(Averaging):
         if compare:
             agree(
                 self._transport,
-                f"{self._label}.switch",
+                f"{self._label()}.switch",
                 compressor.config,
                 "called switch()",
                 "Call it on all ranks with the same spec",
@@ -140,4 +140,4 @@ class UpdateExchange(Averaging):
         """How many exchanges each rank has had, with those before it has loaded a state."""
         if not self._active:
             return [0]
-        return gather(self._transport, f"{self._label}.steps", self._exchange.steps_taken())
+        return gather(self._transport, f"{self._label()}.steps", self._exchange.steps_taken())

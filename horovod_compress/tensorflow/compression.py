@@ -221,7 +221,7 @@ class BoundCompression(GraphCompression):
         """
         state = {**self._exchange.state_dict(), "lives_on": self._lives_on}
         if portable and self._active:
-            return checkpoint.portable(state, self._transport, self._label)
+            return checkpoint.portable(state, self._transport, self._label())
         return {**state, "rank": None} if portable else state
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
@@ -275,7 +275,7 @@ class BoundCompression(GraphCompression):
             advice = "Call it on all ranks, between the same two steps, with the same spec"
             agree(
                 self._transport,
-                f"{self._label}.switch",
+                f"{self._label()}.switch",
                 description_of(chosen.compressor),
                 "called compression.switch()",
                 advice,

@@ -94,7 +94,7 @@ class GraphCompression(RunningCompression):
         if variable.direct:
             # It is reshaped because `_begin` may refuse the step: a control dependency would stay
             # outside of the branch that reduces.
-            name = f"{self._label}.{variable.number}"
+            name = f"{self._label()}.{variable.number}"
             carrier = tf.reshape(tf.cast(tensor, variable.carried), flat, name=name)
             return carrier, (variable, tensor.dtype, [number])
         sends_number = variable.name == self._exchange.sends_number
@@ -110,7 +110,7 @@ class GraphCompression(RunningCompression):
                 moved = self._move(collective, message, f"{variable.number}.{stage}")
                 message, numbers = [*moved, *numbers], []
             # Horovod names its own reduction after what it reduces.
-            carrier = tf.identity(carrier, name=f"{self._label}.{variable.number}")
+            carrier = tf.identity(carrier, name=f"{self._label()}.{variable.number}")
         return carrier, (variable, tensor.dtype, [number, *message])
 
     @tf.autograph.experimental.do_not_convert
@@ -152,7 +152,7 @@ class GraphCompression(RunningCompression):
             # Keras saves the function with which Horovod's optimizer reduces. All variables that
             # the function captures have to be the optimizer's.
             turn = OfSavedModels(self._turn)
-            optimizer._track_trackable(turn, f"{self._label}.turn", overwrite=True)
+            optimizer._track_trackable(turn, f"{self._label()}.turn", overwrite=True)
         unseen = [
             variable.name
             for variable in variables
@@ -214,7 +214,7 @@ class GraphCompression(RunningCompression):
         elif scaler is not None:
             agree(
                 self._transport,
-                f"{self._label}.scale",
+                f"{self._label()}.scale",
                 {"initial loss scale": float(scaler.initial_scale)},
             )
         return scaler
@@ -272,7 +272,7 @@ class GraphCompression(RunningCompression):
         # Named as Horovod names its own: hvd.elastic.run knows by that whose errors mean that a
         # rank is gone.
         options = {
-            "name": f"Horovod{collective.verb.capitalize()}_{self._label}.{name}",
+            "name": f"Horovod{collective.verb.capitalize()}_{self._label()}.{name}",
             "process_set": self._process_set,
             "ignore_name_scope": True,
         }

@@ -80,7 +80,7 @@ class VariableCompression(HorovodBinding):
         expected = self._expected()
         # Which this rank has from others, that know these variables already.
         if not (self._elastic and expected):
-            agree(self._transport, f"{self._label}.{len(self._variables)}", {"variables": shapes})
+            agree(self._transport, f"{self._label()}.{len(self._variables)}", {"variables": shapes})
         missing = [name for name in shapes if self._loaded and name not in expected]
         if missing:
             raise ValueError(

@@ -190,7 +190,7 @@ class DecentralizedOptimizer(OptimizerAround):
             mean = self._mean(i, slot.param)
             apart += float((slot.param.detach().cpu() - mean).square().sum())
             size += float(mean.square().sum())
-        name = f"{self._ranks._label}.consensus"
+        name = f"{self._ranks._label()}.consensus"
         return gather(self._transport, name, (apart / (size or 1.0)) ** 0.5)
 
     def resync(self) -> None:
@@ -269,7 +269,7 @@ class DecentralizedOptimizer(OptimizerAround):
     def _mean(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, float64 on the CPU. i: its number, alike on all ranks."""
         wide = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
-        name = f"{self._ranks._label}.mean.{i}"
+        name = f"{self._ranks._label()}.mean.{i}"
         summed = self._transport.allreduce(name, wide.numpy().reshape(-1))()
         return torch.from_numpy(summed).view(tensor.shape).div_(self._transport.size)
 
@@ -284,12 +284,12 @@ class DecentralizedOptimizer(OptimizerAround):
         self._refuse_unknown()
         if self._agreed:
             return
-        self._gossip.label = self._ranks._label
+        self._gossip.label = self._ranks._label()
         sums, loaded = self._checksums(), bool(self._gossip.copies)
         parameters: Any = (_SAVED if sums == self._sums else _OTHERS) if loaded else sums
         agree(
             self._transport,
-            self._ranks._label,
+            self._ranks._label(),
             {
                 **self._told,
                 "exchanges": self._gossip.steps,

@@ -87,7 +87,7 @@ class _Member:
         """begun: for all of the block, those whose steps have begun on this rank, in this order."""
         compression = self.compression
         compression.handshake()
-        self.name = f"{compression._label}:uneven.{next(compression._blocks)}"
+        self.name = f"{compression._label()}:uneven.{next(compression._blocks)}"
         agree(
             compression._transport,
             self.name,

@@ -6,6 +6,10 @@ from typing import Any, Callable, Dict
 READS: Dict[str, Callable[[Any], Any]] = {
     "config": lambda compression: compression.config,
     "repr": repr,
+    # As debuggers do.
+    "attributes": lambda compression: [
+        getattr(compression, name, None) for name in dir(compression)
+    ],
     "hasattr": lambda compression: hasattr(compression, "stats"),
     "stats": lambda compression: compression.stats(),
     "stats_by_tensor": lambda compression: compression.stats_by_tensor(),

@@ -130,7 +130,7 @@ def controller_of(switched):
     asked = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05}
     compression = types.SimpleNamespace(
         _transport=Loopback.group(1)[0],
-        _label="test",
+        _label=lambda: "test",
         _rank_and_size=lambda: (0, 1),
     )
     return auto.Controller(compression, switched.append, asked)
