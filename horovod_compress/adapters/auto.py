@@ -12,6 +12,7 @@ import numpy as np
 from ..compressors import get_compressor
 from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
+from ..deprecated import by_name
 from ..engine.records import Candidate, Plan
 from ..engine.simulate import simulate
 from ..protocol.handshake import gather
@@ -324,6 +325,7 @@ class Automatic(Unbound):
     # ValueError for a candidate that cannot begin between two steps.
     _check: Callable[[Compressor], None]
 
+    @by_name
     def __init__(
         self,
         *,

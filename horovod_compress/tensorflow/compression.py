@@ -22,6 +22,7 @@ from ..adapters.binding import description_of, momentum_of, requested_compressor
 from ..adapters.process_sets import REFUSED_ALONE
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
+from ..deprecated import by_name
 from ..engine import checkpoint
 from ..engine.snapshot import Snapshots
 from ..protocol.handshake import agree
@@ -82,6 +83,7 @@ class BoundCompression(GraphCompression):
             differently.
     """
 
+    @by_name
     def __init__(
         self,
         spec: Any,

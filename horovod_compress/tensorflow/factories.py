@@ -5,6 +5,7 @@ from typing import Any, Optional, Sequence, Union
 
 from ..adapters.factories import Algorithms
 from ..compressors import Spec, get_compressor
+from ..deprecated import by_name
 from .auto import AutoCompression
 from .compression import BoundCompression
 from .unbound import UnboundCompression, one_in_all_traces
@@ -14,6 +15,7 @@ class Compression(metaclass=Algorithms):
     """Makes compressions: one method an algorithm, and `from_spec`."""
 
     @staticmethod
+    @by_name
     def from_spec(
         spec: Spec,
         optimizer: Any = None,
@@ -58,6 +60,7 @@ class Compression(metaclass=Algorithms):
         return one_in_all_traces((compressor, optimizer, *options.values()), make)
 
     @staticmethod
+    @by_name
     def auto(
         *,
         error: float = 1.0,

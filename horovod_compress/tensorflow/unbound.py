@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Hashable, Optional, Tuple, Type
 import tensorflow as tf
 
 from ..adapters.binding import NotBoundError, Unbound, is_elastic
+from ..deprecated import by_name
 from .applied import refuse_unreduced
 from .checks import check_options, check_scaler
 from .compression import BoundCompression
@@ -52,6 +53,7 @@ class UnboundCompression(Unbound):
     # Whether it tries several, which depend on the optimizer.
     _tries = False
 
+    @by_name
     def __init__(
         self,
         spec: Any,

@@ -9,12 +9,14 @@ import tensorflow as tf
 from ..adapters.binding import is_elastic
 from ..adapters.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
 from ..compressors.advice import ADAM
+from ..deprecated import by_name
 from .adam import AdamW
 from .horovod_internals import is_horovods, is_optimizer
 from .optimizer import become, build, unwrapped
 from .rounds import Rounds
 
 
+@by_name
 def UpdateOptimizer(
     optimizer: Any,
     compression: Any = ADAM.spec,

@@ -12,6 +12,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..adapters.binding import warn_once
 from ..adapters.process_sets import REFUSED_ALONE
+from ..deprecated import by_name
 from ..protocol.handshake import gather
 from ..protocol.wire import WireError
 from ..pytorch.compression import OptimizerCompression, check_types
@@ -53,6 +54,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             differently.
     """
 
+    @by_name
     def __init__(
         self,
         spec: Any,
@@ -196,7 +198,6 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         kept = None if sent is grad else sent.view(-1)
         return sent, (slot, tensor, memory, sent, carrier, kept)
 
-    # A compiled step is left here, and entered again behind it.
     @torch.compiler.disable
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Called by Horovod with what it reduced: returns the gradient, in its own memory, holding

@@ -7,6 +7,7 @@ import torch
 
 from ..adapters.factories import Algorithms
 from ..compressors import Spec
+from ..deprecated import by_name
 from ..pytorch.parameters import NamedParameters
 from .auto import AutoCompression
 from .compression import BoundCompression
@@ -17,6 +18,7 @@ class Compression(metaclass=Algorithms):
     """Makes compressions: one method an algorithm, and `from_spec`."""
 
     @staticmethod
+    @by_name
     def from_spec(
         spec: Spec,
         optimizer: Optional[torch.optim.Optimizer] = None,
@@ -58,6 +60,7 @@ class Compression(metaclass=Algorithms):
         return UnboundCompression(spec, **options)
 
     @staticmethod
+    @by_name
     def auto(
         *,
         error: float = 1.0,

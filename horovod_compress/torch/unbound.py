@@ -7,6 +7,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..adapters.binding import NotBoundError, Unbound
+from ..deprecated import by_name
 from ..pytorch.optimizers import before_closures
 from . import horovod_internals
 from .compression import BoundCompression
@@ -28,6 +29,7 @@ class UnboundCompression(Unbound):
 
     _bound_class: Type[BoundCompression] = BoundCompression
 
+    @by_name
     def __init__(
         self,
         spec: Any,

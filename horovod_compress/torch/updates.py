@@ -11,6 +11,7 @@ import torch
 from ..adapters.binding import warn_once
 from ..adapters.updates import Nesterov, check_ranks_of_set
 from ..compressors.advice import ADAM
+from ..deprecated import by_name
 from ..engine.handover import DEBT
 from ..protocol.handshake import gather
 from ..pytorch.adam import AdamWOfRanks
@@ -124,6 +125,7 @@ class UpdateOptimizer(UpdatingOptimizer):
     compression: UpdateCompression
     _broadcast_in_vain = _NOT_NEEDED
 
+    @by_name
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

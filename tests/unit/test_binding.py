@@ -11,12 +11,14 @@ from horovod_compress import get_compressor
 from horovod_compress.adapters import binding
 from horovod_compress.adapters.binding import Binding, NotBoundError, Unbound, momentum_of
 from horovod_compress.adapters.factories import Algorithms
+from horovod_compress.deprecated import by_name
 
 
 class Compression(metaclass=Algorithms):
     """As a framework's: records what it is asked for."""
 
     @staticmethod
+    @by_name
     def from_spec(spec, optimizer=None, *, process_set=None, discardable=False):
         return spec, optimizer, process_set
 
@@ -35,12 +37,20 @@ def test_options_become_a_spec_and_arguments_stay_arguments():
 
 
 def test_only_spec_and_optimizer_go_by_position():
-    for call in (
-        lambda: Compression.dgc("sgd", "all", ratio=0.01),
-        lambda: Compression.from_spec("dgc", "sgd", "all"),
-    ):
-        with pytest.raises(TypeError, match="positional"):
-            call()
+    """Others did once, and still do, with a warning that names the user's line."""
+    with pytest.warns(DeprecationWarning, match="give process_set by name: process_set=…") as seen:
+        assert Compression.dgc("sgd", "all", ratio=0.01) == Compression.dgc(
+            "sgd", process_set="all", ratio=0.01
+        )
+        assert Compression.from_spec("dgc", "sgd", "all") == ("dgc", "sgd", "all")
+    assert [warning.filename for warning in seen] == [__file__] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for arguments in (("sgd", "all", True, "more"), ()):
+            with pytest.raises(TypeError):
+                Compression.dgc(*arguments, unknown_set="all", id="dgc")
+        with pytest.raises(TypeError, match="process_set|positional"):
+            Compression.dgc("sgd", "all", process_set="all")
 
 
 def test_an_editor_sees_arguments_and_options():

@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "horovod_compress"
 LINES = 60
 # Each may import those before it.
 LAYERS = [
-    ["version"],
+    ["version", "deprecated"],
     ["kernels"],
     ["protocol"],
     ["compressors", "transport"],
