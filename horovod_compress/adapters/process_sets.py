@@ -45,7 +45,7 @@ _EMPTY = (
 
 
 def _in_a_thread_of_the_user() -> bool:
-    """Whether this is a thread that Python has started, and not the main one. PyTorch calls the
+    """True in a thread that Python has started and that is not the main one. PyTorch calls the
     hooks of gradients on a GPU in threads of its own."""
     thread = threading.current_thread()
     return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)

@@ -185,7 +185,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 
     @property
     def _leaves_out(self) -> bool:
-        """Whether parameters that no rank has used take no part in a step. What is kept of them
+        """True where parameters that no rank has used take no part in a step. What is kept of them
         would come as a gradient, by which an optimizer decays and moves them without end."""
         return self._reached is not None and self._exchange.keeps_state
 
@@ -326,7 +326,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     # Looked for once, because that takes long.
     @functools.cached_property
     def _has_others(self) -> bool:
-        """Whether another optimizer than the one that was given has parameters of this model."""
+        """True where another optimizer than the given one has parameters of this model."""
         model, own = self._model(), self._bound_optimizer
         found = optimizers_of(model) if own is not None and model is not None else []
         return found not in ([], [own])
@@ -336,7 +336,7 @@ _serving: "weakref.WeakSet[DDPCompression]" = weakref.WeakSet()
 
 
 def _in_backward() -> bool:
-    """Whether this thread is in a backward pass."""
+    """Looks whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

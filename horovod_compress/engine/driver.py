@@ -147,7 +147,7 @@ class Driver(ABC):
 
     @property
     def under_way(self) -> bool:
-        """Whether a step has begun that is not finished: users' questions do not touch it."""
+        """True where a step has begun that is not finished: users' questions do not touch it."""
         return bool(self.open_tensors()) or self.within()
 
     @property

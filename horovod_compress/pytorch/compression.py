@@ -285,7 +285,8 @@ def refuse_begun_within_step(compressor: Compressor) -> None:
 
 
 def state_of(binding: Binding, portable: bool) -> Dict[str, Any]:
-    """What its exchange keeps, in tensors and plain values; portable: the mean of all ranks'."""
+    """Returns what its exchange keeps, in tensors and plain values; portable: the mean of all
+    ranks'."""
     state = binding._exchange.state_dict()
     if portable:
         state = checkpoint.portable(state, binding._transport, binding._label())

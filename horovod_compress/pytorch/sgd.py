@@ -190,7 +190,7 @@ class SGDTakeover:
             group.update(suspended)
 
     def uses_again(self) -> bool:
-        """Whether gradients are those that the last step has used, with a momentum in them."""
+        """Looks whether the last step has used the same gradients, with a momentum in them."""
         if self._used is None:
             return False
         param, used, version = self._used
