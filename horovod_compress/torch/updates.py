@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional
 
 import horovod.torch as hvd
 import numpy as np
@@ -59,12 +59,6 @@ class UpdateCompression(UpdateExchange, TorchBinding):
             tensor, name=name, op=hvd.Average, process_set=self._process_set
         )
         return functools.partial(synchronize, keep(handle))
-
-    def exchange(self, updates: Iterable[Tuple[str, Any, Any]]) -> bool:
-        # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
-        if self._rank_and_size() != self._ranks:
-            self._resize()
-        return super().exchange(updates)
 
     # -- for elastic jobs: see `elastic.py`
 
@@ -152,6 +146,12 @@ class UpdateOptimizer(UpdatingOptimizer):
         """A step of the optimizer on this rank, and after every so many of them the exchange, which
         waits for all ranks."""
         return self._take_step(closure)
+
+    def _exchange(self) -> None:
+        # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
+        if self.compression._rank_and_size() != self.compression._ranks:
+            self.compression._resize()
+        super()._exchange()
 
     def _go_on_from_all(self) -> None:
         """Where rank 0 alone has loaded a state, as scripts for Horovod do that resume, all ranks
