@@ -90,7 +90,9 @@ class HorovodBinding(Binding):
         super().__init__(active)
         of_all = self._process_set.process_set_id == 0
         # Which of the compressions of these ranks this is, in the order in which they are made.
-        self._place = next(_made[() if of_all else tuple(self._process_set.ranks or ())])
+        # TensorFlow's come here again with their first gradients, where another set may be known.
+        if not of_all or "_place" not in vars(self):
+            self._place = next(_made[() if of_all else tuple(self._process_set.ranks or ())])
         # Since the last `_resize`.
         self._ranks = self._rank_and_size()
 
@@ -108,8 +110,8 @@ class HorovodBinding(Binding):
         whatever else they have made or were asked."""
         name = f"hvdc.{self._process_set.process_set_id}.number"
         with warning_when_stalled(
-            f"not all {self._transport.size} ranks have come to the first step with a compression "
-            f"yet (collective {name})"
+            f"not all {self._transport.size} ranks have come to their first gradient with this "
+            f"compression yet (collective {name})"
         ):
             said = gather(self._transport, name, [self._number, HorovodBinding._unused_numbers])
         unused = max(each for _, each in said)
