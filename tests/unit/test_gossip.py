@@ -512,7 +512,7 @@ def test_nothing_is_changed_by_messages_whose_last_part_cannot_be_used(
         *parts, last = gossip._opened(0, frames[0])
         forged = [*parts, damage(last)]
         body = new_body(np.array([0, *map(len, forged)], np.int64), *forged)
-        frames[0] = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps)
+        frames[0] = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps, 0)
 
     errors = exchange(run, forge)
     with pytest.raises(kind, match=words):
