@@ -25,7 +25,6 @@ __all__ = ["CASES", "start"]
 CASES = joined(
     agreement,
     applied,
-    asked,
     fits,
     functions,
     hosts,
@@ -35,5 +34,7 @@ CASES = joined(
     automatic,
     updates,
     recording,
+    # Makes compressions on one rank alone, after which those of threads part.
+    asked,
     mistakes,
 )
