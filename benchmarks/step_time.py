@@ -3,7 +3,7 @@
 by links of several speeds.
 
     .venv/bin/python benchmarks/step_time.py [SPEC ...] [--model resnet50]
-        [--rates 100mbit 1gbit 10gbit none] [--delay 10] [--backward 200] [--ranks 2 ...]
+        [--rates 100mbit 1gbit 10gbit none] [--backward 200] [--ranks 2 ...]
 
 Needs root (see two_hosts.py). For every rate and number of ranks, each in a job of its own:
 `floor`, a step without any exchange; `none` and `fp16`, Horovod's own; and the specs, of which
@@ -150,14 +150,11 @@ def measure(hvd, torch, spec, shapes, gradients, most, backward):
 # -- the driver
 
 
-def table(results, model, delay):
+def table(results, model):
     """Markdown of {(rate, ranks): {spec: figures}}."""
     lines = []
     for (rate, ranks), found in results.items():
-        lines += [
-            f"\n{model}, {ranks} ranks on two hosts, link "
-            f"{rate}{f', delay {delay:g} ms' if delay else ''}\n"
-        ]
+        lines += [f"\n{model}, {ranks} ranks on two hosts, link {rate}\n"]
         titles = [
             "step ms",
             "of none",
@@ -265,12 +262,6 @@ def main():
         help="of the link; none: as fast as it goes",
     )
     parser.add_argument(
-        "--delay",
-        type=float,
-        default=0.0,
-        help="of the link in each direction, in milliseconds (default: 0)",
-    )
-    parser.add_argument(
         "--backward",
         type=float,
         default=0.0,
@@ -300,7 +291,7 @@ def main():
     given = ["--model", options.model, "--steps", options.steps, "--backward", options.backward]
     given += ["--gradients", options.gradients] if options.gradients else []
     for rate in options.rates:
-        with Hosts(rate, options.delay / 1e3) as hosts:
+        with Hosts(rate) as hosts:
             for ranks in options.ranks:
                 found = results[points.LINKS.get(rate, rate), ranks] = {}
                 for spec in [*OWN, *options.specs]:
@@ -310,7 +301,7 @@ def main():
                         file=sys.stderr,
                         flush=True,
                     )
-    print(table(results, options.model, options.delay))
+    print(table(results, options.model))
     if options.points:
         points.write(options.points, UNITS, measured(results, options))
     if options.plot:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed and
-delay; or, for other scripts, more of them. Needs root and iproute2.
+"""Two hosts, a and b, on one machine: network namespaces joined by a link of a chosen speed. Needs
+root and iproute2.
 
     benchmarks/two_hosts.py --rate 1gbit --
         horovodrun -np 2 -H a:1,b:1 --network-interfaces eth0 python train.py
@@ -27,13 +27,7 @@ import sys
 import tempfile
 import time
 
-
-def named(count):
-    """{name: address} of so many hosts: a, b, …"""
-    return {chr(ord("a") + i): f"10.213.77.{i + 1}" for i in range(count)}
-
-
-HOSTS = named(2)
+HOSTS = {"a": "10.213.77.1", "b": "10.213.77.2"}  # {name: address}
 LAUNCHERS = {
     "gloo": "horovodrun --gloo -np {ranks} -H {hosts} --network-interfaces eth0",
     "mpi": "mpirun -np {ranks} -H {hosts}",
@@ -80,15 +74,15 @@ def link_rate(text):
 
 
 class Hosts:
-    """A context: the hosts exist inside it. More than two are joined by a switch.
+    """A context: the hosts exist inside it.
 
-    rate: of a host's link in each direction, as tc writes it ("100mbit"), or "none": as fast as it
-    goes. delay: seconds that a packet takes beyond that from host to host.
+    rate: of their link in each direction, as tc writes it ("100mbit"), or "none": as fast as it
+    goes.
 
     Raises RuntimeError where this cannot work, saying what is missing.
     """
 
-    def __init__(self, rate="none", delay=0.0, count=2):
+    def __init__(self, rate="none"):
         if os.geteuid() != 0:
             raise RuntimeError("hosts on one machine need root, to make network namespaces")
         tools = {
@@ -101,17 +95,15 @@ class Hosts:
                 f"iproute2"
             )
         self._tools = tools
-        self._rate, self._delay, self.addresses = rate, delay, named(count)
-        self._they = "two hosts" if count == 2 else f"{count} hosts"
+        self._rate = rate
         number = f"hvdc-{os.getpid()}-{next(_numbers)}"
-        self._spaces = {host: f"{number}-{host}" for host in self.addresses}
-        self._between = f"{number}-between"
+        self._spaces = {host: f"{number}-{host}" for host in HOSTS}
 
     def __enter__(self):
         try:
             return self._made()
         except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"{self._they} cannot be made here: {error}") from error
+            raise RuntimeError(f"two hosts cannot be made here: {error}") from error
 
     def _made(self):
         with contextlib.ExitStack() as stack:
@@ -119,7 +111,7 @@ class Hosts:
             self._make_ssh()
             for space in self._spaces.values():
                 self._make_space(stack, space)
-            self._make_links(stack)
+            self._make_link()
             self._stack = stack.pop_all()
         return self
 
@@ -150,9 +142,9 @@ class Hosts:
 
         Exits, with all that the job said, where it fails.
         """
-        each = ranks // len(self.addresses)
+        each = ranks // len(HOSTS)
         command = LAUNCHERS[launcher].format(
-            ranks=ranks, hosts=",".join(f"{host}:{each}" for host in self.addresses)
+            ranks=ranks, hosts=",".join(f"{host}:{each}" for host in HOSTS)
         )
         with tempfile.NamedTemporaryFile("r") as found:
             job = [*command.split(), sys.executable, script, "--worker", found.name, *arguments]
@@ -188,7 +180,7 @@ class Hosts:
 
     def _make_ssh(self):
         cases = " ".join(
-            f"{host}|{self.addresses[host]}) host={host} space={space} ;;"
+            f"{host}|{HOSTS[host]}) host={host} space={space} ;;"
             for host, space in self._spaces.items()
         )
         enter = (
@@ -210,19 +202,17 @@ class Hosts:
         stack.callback(shutil.rmtree, names)
         (names / "hosts").write_text(
             "127.0.0.1 localhost\n"
-            + "".join(f"{address} {host}\n" for host, address in self.addresses.items())
+            + "".join(f"{address} {host}\n" for host, address in HOSTS.items())
         )
 
-    def _make_links(self, stack):
-        spaces = list(self._spaces.values())
-        if len(spaces) > 2 or self._delay:
-            self._ip("netns", "add", self._between)
-            stack.callback(self._ip, "netns", "delete", self._between)
-            self._join(stack, spaces)
-        else:
-            self._make_link(spaces[0], "eth0", spaces[1], "eth0")
+    def _make_link(self):
+        one, other = self._spaces.values()
+        self._ip(
+            *("link", "add", "eth0", "netns", one, "type", "veth"),
+            *("peer", "name", "eth0", "netns", other),
+        )
         for host, space in self._spaces.items():
-            self._ip("-n", space, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
+            self._ip("-n", space, "address", "add", f"{HOSTS[host]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 self._ip("-n", space, "link", "set", device, "up")
             if self._rate != "none":
@@ -231,14 +221,8 @@ class Hosts:
                     [self._tools["tc"], "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape],
                     check=True,
                 )
-        for space in spaces:
+        for space in self._spaces.values():
             self._wait_for_link(space)
-
-    def _make_link(self, space, device, other, its):
-        self._ip(
-            *("link", "add", device, "netns", space, "type", "veth"),
-            *("peer", "name", its, "netns", other),
-        )
 
     def _wait_for_link(self, space):
         show = [self._tools["ip"], "-n", space, "-brief", "link", "show", "eth0", "up"]
@@ -246,49 +230,8 @@ class Hosts:
         until = time.monotonic() + 120
         while " UP " not in subprocess.run(show, check=True, capture_output=True, text=True).stdout:
             if time.monotonic() > until:
-                raise RuntimeError(
-                    f"{self._they} cannot be made here: a link between them stays down"
-                )
+                raise RuntimeError("two hosts cannot be made here: their link stays down")
             time.sleep(0.02)
-
-    def _join(self, stack, spaces):
-        """Each host has a link to a namespace between them: there two are joined by a process that
-        passes packets on, more by a switch, to which each has such a process where there is a
-        delay."""
-        between = ["-n", self._between]
-        ends = [f"eth{i}" for i in range(len(spaces))]
-        for space, end in zip(spaces, ends):
-            self._make_link(space, "eth0", self._between, end)
-            self._ip(*between, "link", "set", end, "up")
-        if len(spaces) == 2:
-            return self._delay_between(stack, *ends, self._delay)
-        self._ip(*between, "link", "add", "switch", "type", "bridge")
-        self._ip(*between, "link", "set", "switch", "up")
-        for i, end in enumerate(ends):
-            if self._delay:
-                near, end = f"near{i}", f"port{i}"
-                self._make_link(self._between, near, self._between, end)
-                for device in (near, end):
-                    self._ip(*between, "link", "set", device, "up")
-                # A packet crosses two of them.
-                self._delay_between(stack, ends[i], near, self._delay / 2)
-            self._ip(*between, "link", "set", end, "master", "switch")
-
-    def _delay_between(self, stack, one, other, delay):
-        script = pathlib.Path(__file__).with_name("delayed_link.py")
-        enter = [self._tools["ip"], "netns", "exec", self._between]
-        process = stack.enter_context(
-            subprocess.Popen(
-                [*enter, sys.executable, script, one, other, str(delay)],
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-        )
-        stack.callback(os.killpg, process.pid, signal.SIGKILL)
-        if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(
-                f"{self._they} cannot be made here: the process that delays packets has ended"
-            )
 
 
 def main():
@@ -301,18 +244,12 @@ def main():
         default="none",
         help="of the link in each direction: 100mbit, 1gbit (default: as fast as it goes)",
     )
-    parser.add_argument(
-        "--delay",
-        type=float,
-        default=0.0,
-        help="of the link in each direction, in milliseconds, beyond what the rate takes",
-    )
     parser.add_argument("command", nargs="+", help="what to run on host a, after --")
     options = parser.parse_args()
     # Through the contexts, so that all is taken down.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with Hosts(options.rate, options.delay / 1e3) as hosts:
+        with Hosts(options.rate) as hosts:
             sys.exit(hosts.run("a", options.command).returncode)
     except RuntimeError as error:
         parser.exit(1, f"two_hosts.py: {error}\n")

@@ -48,14 +48,14 @@ def job(request, _outcomes, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_hosts():
-    """two_hosts(rate, delay): two hosts for as long as the context is open, where a machine can
+    """two_hosts(rate): two hosts for as long as the context is open, where a machine can
     play them."""
 
     @contextlib.contextmanager
-    def joined(rate="none", delay=0.0):
+    def joined(rate="none"):
         with contextlib.ExitStack() as stack:
             try:
-                hosts = stack.enter_context(program.Hosts(rate, delay))
+                hosts = stack.enter_context(program.Hosts(rate))
             except RuntimeError as error:
                 pytest.skip(str(error))
             yield hosts

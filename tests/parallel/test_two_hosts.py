@@ -51,16 +51,6 @@ def test_on_two_hosts(tmp_path, two_hosts, launcher, size):
         job.assert_passed(case)
 
 
-@pytest.mark.release
-def test_far_apart(tmp_path, two_hosts):
-    """An answer takes two delays, and training goes over it."""
-    cases = ["replicas_identical_after_100_steps", "an_answer_takes_20_ms"]
-    with two_hosts("100mbit", delay=0.01) as hosts:
-        job = launch(tmp_path, ON_TWO_HOSTS["horovodrun-gloo"], 2, cases, hosts=hosts)
-    for case in cases:
-        job.assert_passed(case)
-
-
 @pytest.mark.parametrize(
     "launcher",
     [

@@ -9,7 +9,6 @@ import types
 
 import points
 import pytest
-import regret
 import results
 import step_time
 import time_to_accuracy
@@ -202,13 +201,9 @@ def test_benchmarks_write_points(tmp_path):
     found = {"floor": its, "none": its, "fp16": its, "topk": {**its, "encode": 0.01}}
     options = types.SimpleNamespace(model="lstm", launcher="mpi", rate="1gbit", ranks=2)
     options.seeds, options.target = [0, 1], 88
-    candidates = {"none": {"seconds": 0.4}, "topk": {"seconds": 0.3}}
-    cell = {"plan": {"spec": "topk", "candidates": candidates}, "steps": 10}
-    cell["measured"] = {"topk": [0.3, 0.2]}
     path = tmp_path / "points.jsonl"
     for module, made in [
         (step_time, step_time.measured({("1 Gbit/s", 2): found}, options)),
-        (regret, regret.measured({("lstm", "1 Gbit/s"): cell}, alike=False)),
         (time_to_accuracy, time_to_accuracy.measured({"topk": [{"seconds": 9.5, "steps": 2}] * 2},
                                                      options)),
     ]:  # fmt: skip
