@@ -7,14 +7,11 @@ import logging
 import statistics
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-import numpy as np
-
 from ..compressors import get_compressor
 from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
 from ..deprecated import by_name
 from ..engine.records import Candidate, Plan
-from ..engine.simulate import simulate
 from ..protocol.handshake import gather
 from .binding import Binding, Unbound, is_elastic
 from .trials import RULE, Trials, spread
@@ -37,8 +34,8 @@ def default_candidates(*, is_sgd: bool, takes_over: bool) -> List[str]:
 
 class Controller:
     """Switches a compression from candidate to candidate, as `Trials` says for ranks that agree on
-    how long steps take, and goes on with the one that is chosen. Before the trial it may leave
-    candidates out by their errors; afterwards it watches whether steps become slow.
+    how long steps take, goes on with the one that is chosen, and tries again where steps become
+    slow.
 
     Args:
         compression: the one that is switched.
@@ -59,10 +56,6 @@ class Controller:
         # The candidate with which steps are taken.
         self.in_force: str = auto["candidates"][-1]
         self._is_first = compression._rank_and_size()[0] == 0
-        self._errors: Dict[str, float] = {}
-        # Those of the first step, by name, which the compression puts here, until errors are known;
-        # None where these do not matter.
-        self.gradients: Optional[Dict[str, np.ndarray]] = {} if auto["error"] < 1 else None
         self._try(auto["candidates"])
 
     def _try(self, candidates: Sequence[str]) -> None:
@@ -72,16 +65,12 @@ class Controller:
 
     def plan(self) -> Plan:
         """What was found: spec (None until there is a choice), ranks, and candidates {spec:
-        {"seconds": median of a step, "steps": so many counted}}; with an error below 1 also "error"
-        of each. JSON-able; `Compression.from_spec(plan["spec"])` takes the same choice
-        elsewhere."""
+        {"seconds": median of a step, "steps": so many counted}}. JSON-able;
+        `Compression.from_spec(plan["spec"])` takes the same choice elsewhere."""
         candidates: Dict[str, Candidate] = {
-            spec: {"error": error} for spec, error in self._errors.items()
+            spec: {"seconds": its.median if its.seconds else None, "steps": len(its.seconds)}
+            for spec, its in self.trials.tried.items()
         }
-        for spec, its in self.trials.tried.items():
-            candidates.setdefault(spec, {}).update(
-                {"seconds": its.median if its.seconds else None, "steps": len(its.seconds)}
-            )
         ranks = self._compression._rank_and_size()[1]
         return {"spec": self.trials.chosen, "ranks": ranks, "candidates": candidates}
 
@@ -95,9 +84,7 @@ class Controller:
     def step_ended(self, seconds: float, counts: bool = True) -> None:
         """Takes in how long the last step took. counts: whether that is the time of a step, on this
         rank; what does not count is not tried."""
-        if self.gradients is not None:
-            self._leave_out(self.gradients)
-        elif self.trials.chosen is None:
+        if self.trials.chosen is None:
             said = self._gathered([seconds, counts])
             if all(each_counts for _, each_counts in said):
                 self.trials.add(max(each for each, _ in said))
@@ -115,7 +102,6 @@ class Controller:
         on as they are."""
         self.in_force = spec
         if chosen:
-            self.gradients = None
             self._try([spec])
 
     def state(self) -> Dict[str, Any]:
@@ -136,23 +122,6 @@ class Controller:
             raise
         if auto:
             self.resume(**auto)
-
-    def _leave_out(self, gradients: Dict[str, np.ndarray]) -> None:
-        """Leaves out candidates that hold back too much of these gradients."""
-        candidates = self.arguments["candidates"]
-        held = [held_back(spec, gradients) for spec in candidates]
-        means = np.mean(self._gathered(held), axis=0)
-        if not np.isfinite(means).all():
-            # A gradient was not finite: the next step's are looked at.
-            self.gradients = {}
-            return
-        self.gradients, self._errors = None, dict(zip(candidates, means.tolist()))
-        self._try(
-            [
-                candidates[0],
-                *(spec for spec in candidates[1:] if self._errors[spec] <= self.arguments["error"]),
-            ]
-        )
 
     def _watch(self, seconds: float) -> None:
         """Tries the candidates again where steps have become slow."""
@@ -182,17 +151,6 @@ class Controller:
         )
         found = f"goes on with {self.trials.chosen}, by speed only, not by how well it trains"
         return f"{found} ({of_each}). The rule: {RULE}"
-
-
-def held_back(spec: str, gradients: Dict[str, np.ndarray]) -> float:
-    """‖g − C(g)‖²/‖g‖² over all these gradients, of one rank alone, in a first step."""
-    compressor: Any = get_compressor(spec)
-    if compressor.traits.corrects_momentum:
-        compressor = compressor.bound(0.0, False)
-    sent = simulate(compressor, [[gradients]]).mean[0]
-    held = sum(float(np.square(grad - sent[name]).sum()) for name, grad in gradients.items())
-    whole = sum(float(np.square(grad).sum()) for grad in gradients.values())
-    return held / whole if whole else 0.0
 
 
 def auto_of(state: Any) -> Optional[Dict[str, Any]]:
@@ -248,7 +206,6 @@ class Trying(Binding):
 
 
 def trial_arguments(
-    error: float = 1.0,
     candidates: Optional[Sequence[str]] = None,
     probe_steps: int = 30,
     margin: float = 0.05,
@@ -260,13 +217,6 @@ def trial_arguments(
     Raises:
         ValueError: they are wrong, or `check` says so of a candidate.
     """
-    if not isinstance(error, (int, float)) or not 0 < error <= 1:
-        found = (
-            repr(error)
-            if isinstance(error, (int, float, str))
-            else f"an object of {type(error)} (auto() finds the optimizer by itself)"
-        )
-        raise ValueError(f"error must be above 0 and at most 1, not {found}")
     if candidates is not None:
         if (
             not isinstance(candidates, (list, tuple))
@@ -284,12 +234,7 @@ def trial_arguments(
             check(compressor)
     # Which says what is wrong with them.
     Trials(candidates or default_candidates(is_sgd=True, takes_over=True), probe_steps, margin)
-    return {
-        "error": error,
-        "candidates": candidates,
-        "probe_steps": probe_steps,
-        "margin": margin,
-    }
+    return {"candidates": candidates, "probe_steps": probe_steps, "margin": margin}
 
 
 class Automatic(Unbound):
@@ -308,8 +253,6 @@ class Automatic(Unbound):
     long as they did for 50 steps, candidates are tried again.
 
     Args:
-        error: candidates are left out that hold back a larger part of the first gradient's squared
-            norm, ‖g − C(g)‖²/‖g‖²; 1 leaves out none.
         candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc
             (where it has momentum) or topk, with two limits for small tensors.
         probe_steps: at most so many steps are tried.
@@ -329,7 +272,6 @@ class Automatic(Unbound):
     def __init__(
         self,
         *,
-        error: float = 1.0,
         candidates: Optional[Sequence[str]] = None,
         probe_steps: int = 30,
         margin: float = 0.05,
@@ -340,7 +282,7 @@ class Automatic(Unbound):
         super().__init__(
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
-        self._asked = trial_arguments(error, candidates, probe_steps, margin, check=self._check)
+        self._asked = trial_arguments(candidates, probe_steps, margin, check=self._check)
 
     def _made_again(self) -> Tuple[Any, ...]:
         return functools.partial(type(self), **self._asked, **self._options), ()

@@ -35,8 +35,8 @@ def compress(
         model: as of `DDPCompression`.
         optimizer: as of `DDPCompression`.
         spec: as of `DDPCompression`, or "auto", which tries several while training begins, and goes
-            on with the fastest; {"id": "auto", "candidates": […], "error": …, "probe_steps": …,
-            "margin": …} says which, as `horovod_compress.adapters.auto.Automatic` does.
+            on with the fastest; {"id": "auto", "candidates": […], "probe_steps": …, "margin": …}
+            says which, as `horovod_compress.adapters.auto.Automatic` does.
         grad_scaler: as of `DDPCompression`.
         discardable: as of `DDPCompression`.
 

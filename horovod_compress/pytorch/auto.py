@@ -2,13 +2,12 @@
 begins with a step's first one."""
 
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
 
 from ..adapters.auto import Controller, Trying, default_candidates, refuse_elastic
 from .compression import OptimizerCompression
-from .parameters import Slot
 from .sgd import can_take_over, is_plain_sgd
 
 
@@ -37,11 +36,6 @@ class OnTrial(Trying, OptimizerCompression):
         self._controller = Controller(self, self._switch, {**auto, "candidates": candidates})
         self._began: Optional[float] = None  # when the last step did
         self._now = 0.0  # when the step that begins did
-
-    def _submit(self, slot: Slot, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any, Any]:
-        if self._controller.gradients is not None:
-            self._controller.gradients[slot.name] = tensor.detach().float().cpu().numpy().copy()
-        return super()._submit(slot, tensor)
 
     def _begin_step(self) -> None:
         self._now = time.perf_counter()

@@ -2,9 +2,8 @@
 and another candidate begins between two."""
 
 import time
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, Optional, Sequence, Union
 
-import numpy as np
 import tensorflow as tf
 
 from ..adapters.auto import (
@@ -19,7 +18,6 @@ from ..adapters.binding import DECAYED, LOOK, warn_once
 from ..compressors import get_compressor
 from .checks import check_options
 from .compression import BoundCompression
-from .operations import Variable
 from .optimizer import SGD, can_take_over, largest_momentum, unwrapped
 from .unbound import UnboundCompression
 
@@ -96,20 +94,9 @@ class CompressionOnTrial(Trying, BoundCompression):
         # What was between two calls is no step's time.
         self._taken, self._tracing = self._steps_taken(), True
 
-    @property
-    def _sees_gradients(self) -> bool:  # type: ignore[override]
-        return self._controller is not None and self._controller.gradients is not None
-
     def _note_traces(self) -> None:
         super()._note_traces()
         self._tracing = self._tracing or not tf.executing_eagerly()
-
-    def _submit(
-        self, variable: Variable, call: int, grad: np.ndarray, *options: np.ndarray
-    ) -> List[np.ndarray]:
-        if self._sees_gradients:
-            self._controller.gradients[variable.name] = grad.reshape(variable.shape).copy()
-        return super()._submit(variable, call, grad, *options)
 
     def _before_call(self) -> None:
         """Decides with what the call that begins takes its step, or several; those of the last one

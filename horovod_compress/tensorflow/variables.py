@@ -33,8 +33,6 @@ class VariableCompression(HorovodBinding):
         self._transport = Eager(self._process_set)
 
     _exchange: GraphExchange
-    # Whether `_submit` has to get all gradients, also those to which nothing is done.
-    _sees_gradients = False
 
     def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -116,7 +114,7 @@ class VariableCompression(HorovodBinding):
         dense = not variable.moved and variable.carried != "float16" and not clips
         # What is owed of earlier gradients is added to the next one.
         owes = DEBT in tensor.state.arrays
-        variable.direct = dense and not owes and not self._sees_gradients
+        variable.direct = dense and not owes
         if tensor.compressor.policy.moments != "microbatch":
             variable.squares, variable.observed = None, False
         elif variable.squares is None:

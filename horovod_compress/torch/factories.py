@@ -63,7 +63,6 @@ class Compression(metaclass=Algorithms):
     @by_name
     def auto(
         *,
-        error: float = 1.0,
         candidates: Optional[Sequence[str]] = None,
         probe_steps: int = 30,
         margin: float = 0.05,
@@ -74,7 +73,6 @@ class Compression(metaclass=Algorithms):
         """The fastest of several on this job, where that is beyond its noise, else the dense one.
         See `AutoCompression`."""
         return AutoCompression(
-            error=error,
             candidates=candidates,
             probe_steps=probe_steps,
             margin=margin,

@@ -127,7 +127,7 @@ def test_the_fastest_of_those_that_are_surely_faster():
 
 def controller_of(switched):
     """A controller of a compression that notes what it is switched to."""
-    asked = {"candidates": ["none", "fp16"], "error": 1, "probe_steps": 30, "margin": 0.05}
+    asked = {"candidates": ["none", "fp16"], "probe_steps": 30, "margin": 0.05}
     compression = types.SimpleNamespace(
         _transport=Loopback.group(1)[0],
         _label=lambda: "test",

@@ -207,20 +207,6 @@ def ranks_try_alike():
 
 
 @case(2)
-def auto_leaves_out_what_errs_too_much_here_too():
-    compression = hvdc.Compression.auto(
-        error=0.5, candidates=["none", "topk:ratio=0.5,min_numel=0", "topk:ratio=0.001,min_numel=0"]
-    )
-    model = model_of()
-    fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.02), compression=compression), 35)
-    candidates = compression.plan["candidates"]
-    errors = [its["error"] for its in candidates.values()]
-    assert errors[0] == 0 and 0 < errors[1] < 0.5 < errors[2], errors
-    assert "seconds" not in candidates["topk:ratio=0.001,min_numel=0"] and compression.plan["spec"]
-    assert_replicas_identical(model)
-
-
-@case(2)
 def a_choice_is_resumed_in_keras():
     """Bit for bit, by the callback that restores the state before the first gradient. Training ends
     within 50 steps of the choice, after which candidates would be tried again if the machine had
@@ -274,8 +260,6 @@ def a_choice_is_resumed_in_keras():
 
 @case(2)
 def what_auto_refuses_in_keras():
-    with raises(ValueError, "error must be above 0 and at most 1"):
-        hvdc.Compression.auto(error=0)
     with raises(ValueError, "unknown compressor 'gdc'"):
         hvdc.Compression.auto(candidates=["none", "gdc"])
     with raises(ValueError, "moments=microbatch needs the optimizer"):
@@ -286,7 +270,7 @@ def what_auto_refuses_in_keras():
         hvdc.Compression.auto(candidates="none")
     with raises(ValueError, "margin must be a share"):
         hvdc.Compression.auto(margin=-1)
-    with raises(ValueError, "error must be above 0"):
+    with raises(ValueError, "candidates must be a list"):
         hvdc.Compression.auto(keras.optimizers.SGD(0.1))
     with raises(TypeError, "no compression yet"):
         hvdc.Compression.auto.compress(tf.zeros(3))
