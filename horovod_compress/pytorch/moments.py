@@ -9,28 +9,16 @@ from typing import Any, Callable, Dict, List, MutableMapping, Optional, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from ..compressors.base import Compressor
 from ..engine.dense_policy import compressor_for
-from . import samples
+from .samples import KINDS, Use, add_squares, use_of
 from .search import objects_of
-from .uses import (
-    ADVICE,
-    FOLLOWED,
-    RECURRENT,
-    References,
-    Tap,
-    Watched,
-    collectors,
-    followed,
-    record_module,
-)
 
+_ADVICE = "leave it dense (exclude=…), or choose moments=microbatch"
 # With which samples cannot be told apart.
 _OPTIONS = ("sparse", "scale_grad_by_freq", "track_running_stats")
-
-
 # PyTorch hands over keywords, where it is asked to, from 2.6 on.
 _KEYWORDS: Dict[str, Any] = (
     {"with_kwargs": True}
@@ -42,24 +30,26 @@ _KEYWORDS: Dict[str, Any] = (
 class Moments:
     """Collects Σ_z g_z² of parameters, where the g_z add up to the gradient that Horovod submits.
 
-    moments: "microbatch": z is one backward pass. "per_sample": z is an index into the batch: the
-    first dimension of what the
-        parameter's module is called with; recurrent, attention and transformer layers know their
-        own. Where calls share a parameter, g_z is the sum over them. What else reaches a parameter,
-        such as a penalty on weights, is not seen.
+    moments: "microbatch": z is one backward pass. "per_sample": z is an index into the first
+        dimension of what the parameter's module is called with. Where calls share a parameter, g_z
+        is the sum over them. What else reaches a parameter, such as a penalty on weights, is not
+        seen.
     params: {name: parameter}. Their modules are found by searching the process.
 
-    The model is left as it is, and the hooks go with this object. While it lives, recurrent layers
-    in training run as `recurrent.py` has them, and convolutions find their weights' gradients
-    sample by sample. Raises ValueError for parameters of modules in which samples cannot be told
-    apart (BatchNorm), or of classes that are not known here.
+    The model is left as it is, and the hooks go with this object. Raises ValueError for parameters
+    of modules in which samples cannot be told apart (BatchNorm), or of classes that are not known
+    here.
     """
 
     def __init__(self, moments: str, params: Dict[str, Tensor]) -> None:
-        self._params = {name: Watched(name, param) for name, param in params.items()}
+        self._params = {name: _Watched(name, param) for name, param in params.items()}
+        # By the parameter's id.
         self.watched = {id(watched.param): watched for watched in self._params.values()}
         self._per_sample = moments == "per_sample"
-        self._modules, self._layouts = _modules_of(self.watched) if self._per_sample else ({}, {})
+        # {module: [(a parameter, its name in the module)]}
+        self._modules: MutableMapping[nn.Module, List[Tuple[_Watched, str]]] = (
+            weakref.WeakKeyDictionary()
+        )
         # (backward pass, samples in it, name of a parameter that was used with as many).
         self._batch: Tuple[Optional[int], int, str] = None, 0, ""
         # The node that adds to param.grad gets a pass's gradient summed over all uses, ahead of
@@ -68,18 +58,12 @@ class Moments:
             w.node.register_prehook(functools.partial(_weakly(self._on_gradient), w))
             for w in self._params.values()
         ]
-        # The hooks are for all modules, because a module's own would be copied and pickled with it.
         if self._per_sample:
-            # They break compiled graphs; torch.compile(model, fullgraph=True) says so.
-            before, after = (
-                torch.compiler.disable(_weakly(method))
-                for method in (self._before_forward, self._after_forward)
-            )
-            hooks += [
-                register_module_forward_pre_hook(before),
-                register_module_forward_hook(after, **_KEYWORDS),
-            ]
-            collectors.add(self)
+            self._find_modules()
+            # One hook for all modules, because a module's own would be copied and pickled with it.
+            # It breaks compiled graphs; torch.compile(model, fullgraph=True) says so.
+            after = torch.compiler.disable(_weakly(self._after_forward))
+            hooks.append(register_module_forward_hook(after, **_KEYWORDS))
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
@@ -96,25 +80,39 @@ class Moments:
         watched.spare, watched.total = watched.total, None
         return watched.spare.cpu().numpy().reshape(-1)
 
-    def _before_forward(self, module: nn.Module, args: tuple) -> Optional[tuple]:
-        """Has the functions of torch's that the forward pass of such a layer calls end in
-        `_Followed`."""
-        if (
-            type(module) not in FOLLOWED
-            or module not in self._modules
-            or not torch.is_grad_enabled()
-        ):
-            return None
-        # Attention looks whether key, value and query are the same.
-        seen: Dict[int, Any] = {}
-        return tuple(seen.setdefault(id(arg), followed(arg)) for arg in args)
+    def _find_modules(self) -> None:
+        """Finds the modules of all parameters. Nobody hands them over, so the process is
+        searched."""
+        found, unknown = set(), []
+        for module in objects_of(nn.Module):
+            for name, param in vars(module).get("_parameters", {}).items():
+                watched = self.watched.get(id(param))
+                if watched is None:
+                    continue
+                found.add(watched)
+                self._modules.setdefault(module, []).append((watched, name))
+                option = next((f", {its}" for its in _OPTIONS if getattr(module, its, False)), "")
+                if option or type(module) not in KINDS or name not in ("weight", "bias"):
+                    unknown.append(
+                        f"{watched.name} (of {watched.name.rpartition('.')[0] or 'the model'}, "
+                        f"{type(module).__name__}{option})"
+                    )
+        unknown += [
+            f"{watched.name} (which no module owns)"
+            for watched in self._params.values()
+            if watched not in found
+        ]
+        if unknown:
+            raise ValueError(
+                f"moments=per_sample cannot tell samples apart in {', '.join(unknown)}: {_ADVICE}"
+            )
 
     def _after_forward(self, module: nn.Module, args: tuple, *rest: Any) -> None:
         """Makes the backward pass through a module's output record the uses of its parameters.
         rest: keywords, where there can be any, and the output."""
-        if type(module) not in samples.KINDS:
-            return
         *keywords, output = rest
+        if module not in self._modules or not output.requires_grad:
+            return
         inputs = (*args, *(value for its in keywords for value in its.values()))
         if not inputs:
             raise ValueError(
@@ -122,23 +120,15 @@ class Moments:
                 "before 2.6 does not tell: call it by position"
             )
         (x,) = inputs
-        owned = self._modules.get(module, ())
-        uses = [
-            (name, References([watched]))
-            for watched, name in owned
-            if watched.param.requires_grad and not watched.followed
-        ]
-        for watched, _ in owned:
-            watched.followed = False
-        if uses and output.requires_grad:
-            Tap.apply(
-                output,
-                x.detach(),
-                functools.partial(record_module, module, uses, self._layouts.get(module)),
-            )
+        if any(watched.param.requires_grad for watched, _ in self._modules[module]):
+            _Tap.apply(output, x.detach(), functools.partial(_weakly(self._after_backward), module))
+
+    def _after_backward(self, module: nn.Module, x: Tensor, delta: Tensor) -> None:
+        for watched, name in self._modules.get(module, ()):
+            watched.record(use_of(module, name, x, delta))
 
     @torch.no_grad()
-    def _on_gradient(self, watched: "Watched", grads: Sequence[Optional[Tensor]]) -> None:
+    def _on_gradient(self, watched: "_Watched", grads: Sequence[Optional[Tensor]]) -> None:
         """Adds the squares of a parameter's gradient of one backward pass, in which all its uses
         are recorded."""
         grad, before = grads[0], watched.param.grad
@@ -159,7 +149,7 @@ class Moments:
                 grad = (grad.to_dense() if grad.is_sparse else grad).float()
                 watched.total.addcmul_(grad, grad)
 
-    def _agree(self, watched: "Watched", batch: int) -> None:
+    def _agree(self, watched: "_Watched", batch: int) -> None:
         """All parameters must mean the same samples: elsewhere a batch's first dimension is not the
         samples'."""
         if self._batch[0] != torch._C._current_graph_task_id():
@@ -168,9 +158,88 @@ class Moments:
         if batch != others:
             raise ValueError(
                 f"{watched.name} is used for {batch} samples and {name} for {others} in one "
-                f"backward pass: samples are "
-                f"told apart by the first dimension of what a module gets; {ADVICE}"
+                f"backward pass: samples are told apart by the first dimension of what a module "
+                f"gets; {_ADVICE}"
             )
+
+
+class _Watched:
+    """What is collected of one parameter."""
+
+    def __init__(self, name: str, param: Tensor) -> None:
+        self.name, self.param = name, param
+        self.node = _node_of(param)
+        self.total: Optional[Tensor] = None  # the sums, once there are some
+        self.spare: Optional[Tensor] = None  # the memory of the sums
+        # The backward pass that `uses` are of.
+        self.task: Optional[int] = None
+        self.uses: List[Use] = []
+
+    def refuse_moved(self) -> None:
+        """Raises RuntimeError where another node adds to the gradient now: nothing is collected."""
+        if _node_of(self.param) is not self.node:
+            raise RuntimeError(
+                f"{self.name} was moved to another device or type after this compression was made, "
+                "which no longer sees its samples: make the compression anew then, and load its "
+                "state_dict"
+            )
+
+    def record(self, use: Use) -> None:
+        """Keeps a use in a backward pass until the gradient comes."""
+        # torch's checkpointing does the same: a pass that failed leaves uses behind.
+        if self.task != torch._C._current_graph_task_id():
+            self.task, self.uses = torch._C._current_graph_task_id(), []
+            # torch.autograd.grad() may be after other gradients only: then nothing else clears
+            # these.
+            torch.autograd.Variable._execution_engine.queue_callback(self.uses.clear)
+        # It is not detached, so autograd sees that its memory is in use.
+        self.uses.append(use)
+
+    def add_uses(self, total: Tensor) -> int:
+        """Adds the squares to `total`; returns the number of samples."""
+        uses = list(self.uses) if self.task == torch._C._current_graph_task_id() else []
+        self.uses.clear()
+        if not uses:
+            raise ValueError(
+                f"{self.name} has a gradient that came through no call of its module: {_ADVICE} "
+                "(torch.compile must come after the compression)"
+            )
+        if len({len(use.delta) for use in uses}) > 1:
+            raise ValueError(
+                f"{self.name} is used for batches of different sizes in one backward pass: "
+                f"{_ADVICE}"
+            )
+        add_squares(total, uses)
+        return len(uses[0].delta)
+
+
+def _node_of(param: Tensor) -> Any:
+    """The node that adds to a parameter's gradient. It stays as long as somebody keeps it, also
+    while the parameter is frozen."""
+    frozen = not param.requires_grad
+    with torch.enable_grad():
+        node = param.requires_grad_(True).view_as(param).grad_fn.next_functions[0][0]
+    param.requires_grad_(not frozen)
+    return node
+
+
+class _Tap(torch.autograd.Function):
+    """The identity on a module's output, in place. Autograd keeps, frees and recomputes the input
+    like its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, x: Tensor, record: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.mark_dirty(output)
+        ctx.record = record
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> Tuple[Tensor, None, None]:
+        ctx.record(*ctx.saved_tensors, delta)
+        return delta, None, None
 
 
 def moments_of(compressor: Compressor, params: Dict[str, Tensor]) -> Optional[Moments]:
@@ -196,61 +265,3 @@ def _weakly(method: Callable) -> Callable:
         return None if alive is None else alive(*args)
 
     return call
-
-
-_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-
-
-def _modules_of(
-    by_id: Dict[int, Watched],
-) -> Tuple[MutableMapping[nn.Module, List[Tuple[Watched, str]]], MutableMapping[nn.Module, int]]:
-    """({module: [(a parameter, its name in the module)]}, {module in a transformer: the dimension
-    of its samples}). Nobody hands modules over, so the process is searched."""
-    modules: MutableMapping[nn.Module, List[Tuple[Watched, str]]] = weakref.WeakKeyDictionary()
-    layouts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
-    unknown = []
-    for module in objects_of(nn.Module):
-        if isinstance(module, (*_STACKS, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-            layer: Any = module.layers[0] if isinstance(module, _STACKS) else module
-            layouts.update(
-                (inner, 0 if layer.self_attn.batch_first else 1) for inner in module.modules()
-            )
-        for name, watched in (
-            (name, by_id.get(id(param)))
-            for name, param in vars(module).get("_parameters", {}).items()
-        ):
-            if watched is not None:
-                modules.setdefault(module, []).append((watched, name))
-                if not _is_known(module, name):
-                    option = next(
-                        (f", {option}" for option in _OPTIONS if getattr(module, option, False)), ""
-                    )
-                    unknown.append(
-                        f"{watched.name} (of {watched.name.rpartition('.')[0] or 'the model'}, "
-                        f"{type(module).__name__}{option})"
-                    )
-    found = {watched for owned in modules.values() for watched, _ in owned}
-    unknown += [
-        f"{watched.name} (which no module owns)"
-        for watched in by_id.values()
-        if watched not in found
-    ]
-    if unknown:
-        raise ValueError(
-            f"moments=per_sample cannot tell samples apart in {', '.join(unknown)}: {ADVICE}"
-        )
-    return modules, layouts
-
-
-def _is_known(module: nn.Module, name: str) -> bool:
-    """Whether samples can be told apart in the parameter of that name. A subclass may use its
-    parameters otherwise, so classes are exact."""
-    if type(module) in RECURRENT:
-        return True
-    if type(module) is nn.MultiheadAttention:
-        return name not in ("bias_k", "bias_v")
-    return (
-        type(module) in samples.KINDS
-        and name in ("weight", "bias")
-        and not any(getattr(module, o, False) for o in _OPTIONS)
-    )

@@ -133,10 +133,3 @@ def test_sums_keep_their_precision_in_a_backward_pass_under_autocast(kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss.backward()
     assert_taken(moments, expected)
-
-
-@pytest.mark.parametrize("kind", ["linear over positions", "conv2d stride and padding"])
-def test_threads_share_the_work(kind, monkeypatch):
-    monkeypatch.setattr("horovod_compress.pytorch.samples._WORTH_A_THREAD", 100)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    test_per_sample_sums_equal_a_loop_over_samples(kind)

@@ -93,6 +93,20 @@ def test_activation_checkpointing(reentrant):
     assert_taken(moments, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(backend):
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(B, 3)
+    expected = loop(model, x)
+    moments = collector(model)
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        loss_of(compiled(x)).backward()
+        assert_taken(moments, expected)
+        model.zero_grad()
+
+
 # -- backward passes and steps
 
 
@@ -304,9 +318,12 @@ class Subclass(nn.Linear):
     [
         (nn.BatchNorm2d(3), ("layer.weight", "layer.bias", "BatchNorm2d")),
         (nn.Bilinear(3, 3, 4), ("layer.weight", "layer.bias", "of layer, Bilinear")),
+        (nn.LSTM(3, 4), ("layer.weight_ih_l0", "layer.bias_hh_l0", "of layer, LSTM")),
+        (nn.GRUCell(3, 4), ("layer.weight_ih", "of layer, GRUCell")),
+        (nn.MultiheadAttention(4, 2), ("layer.in_proj_weight", "of layer, MultiheadAttention")),
         (
-            nn.MultiheadAttention(4, 2, add_bias_kv=True),
-            ("layer.bias_k", "layer.bias_v", "MultiheadAttention"),
+            nn.TransformerEncoderLayer(4, 2, 8),
+            ("layer.self_attn.in_proj_weight", "of layer.self_attn, MultiheadAttention"),
         ),
         (nn.ConvTranspose2d(2, 3, 2), ("layer.weight", "ConvTranspose2d")),
         (nn.Embedding(7, 3, sparse=True), ("layer.weight", "Embedding, sparse")),
@@ -357,6 +374,16 @@ def test_uses_of_a_failed_pass_are_not_taken_for_the_next_one():
     assert all(watched.uses for watched in collected._params.values())
     with pytest.raises(ValueError, match="weight.*no call of its module"):
         nn.functional.linear(torch.ones(B, 4), model.weight).sum().backward()
+
+
+def test_batches_that_are_not_the_samples_are_an_error():
+    model = nn.ModuleDict({"first": nn.Linear(3, 4), "out": nn.Linear(4, 2)})
+    moments = collector(model)
+    with pytest.raises(
+        ValueError, match=f"first.* is used for 6 samples and out.* for {B}.*first dimension"
+    ):
+        model["out"](model["first"](torch.randn(6, B, 3)).transpose(0, 1)).sum().backward()
+    assert moments is not None
 
 
 def test_uses_with_different_batches_are_an_error():

@@ -1,6 +1,5 @@
 """What the variance compressor calls a sample."""
 
-import horovod.torch as hvd
 import torch
 from checks import raises, registry
 from torch import nn
@@ -14,7 +13,6 @@ from .training import (
     flat,
     model_of,
     sgd,
-    train,
     wrap,
 )
 
@@ -93,56 +91,6 @@ def training_with_moments():
         hvdc.Compression.variance(
             sgd(model), named_parameters=model.named_parameters(), min_numel=0, moments="per_sample"
         )
-
-
-class Sequences(nn.Module):
-    """An embedding, a recurrent layer and attention, over rows of four words."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.lstm = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
-        self.attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.out = nn.Linear(16, 10)
-
-    def forward(self, x):
-        return self.out(self.attention(self.lstm(self.embedding(x))[0]).mean(1))
-
-
-def words(steps):
-    generator = torch.Generator().manual_seed(hvd.rank())
-    x = torch.randint(0, 16, (steps, 8, 4), generator=generator)
-    return list(zip(x, x.sum(2) % 10))
-
-
-@case(2)
-def samples_of_sequences():
-    model, passes = model_of(Sequences), words(2)
-    optimizer = sgd(model)
-    compression = hvdc.Compression.from_spec(
-        f"{NEVER_SENT},moments=per_sample", optimizer, named_parameters=model.named_parameters()
-    )
-    wrapped = wrap(model, optimizer, compression, backward_passes_per_step=2)
-    expected = sums_of_squares(model, passes, per_sample=True)
-    for x, y in passes:
-        nn.functional.cross_entropy(model(x), y).backward()
-    wrapped.step()
-    assert_variances_are(compression, expected)
-
-    model = model_of(Sequences)
-    optimizer = sgd(model)
-    compression = hvdc.Compression.from_spec(
-        "variance:min_numel=0,moments=per_sample",
-        optimizer,
-        named_parameters=model.named_parameters(),
-    )
-    train(model, wrap(model, optimizer, compression), words(20))
-    assert_replicas_identical(model)
-    assert (
-        0
-        < compression.stats()["elements_sent"]
-        < 20 * sum(param.numel() for param in model.parameters())
-    )
 
 
 @case(1)
