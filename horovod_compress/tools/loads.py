@@ -3,15 +3,11 @@ extrapolated to many."""
 
 import dataclasses
 import math
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 from ..compressors import collective_of
-from ..compressors.base import Step
 from ..compressors.dense import dense_compressor
-from ..engine.dense_policy import compressor_for, times_dense
 from ..engine.lockstep import Named
-from ..engine.wrappers import wrapped
-from ..protocol.machine import Machine
 from . import bench
 from .cost import Load
 from .models import MODELS, Shapes
@@ -72,16 +68,14 @@ def measured(
 ) -> List[Load]:
     """A compression's load in a step of the model, for each number of ranks.
 
-    Sums are measured with as many ranks as are asked for, and so are those of small tensors, which
-    `dense=int8` makes wider where there are more ranks. Gathered payloads have the same length on
-    any number of ranks; the time to decode one more is measured. A tensor whose payloads would be
-    more bytes than a dense exchange goes dense.
+    Sums are measured with as many ranks as are asked for. Gathered payloads have the same length on
+    any number of ranks; the time to decode one more is measured.
 
     Args:
         compressor: as it is after its warm-up.
         model: whose step it is.
         gradients: of some steps, by name, as `Model.gradients` makes them.
-        counts: numbers of ranks, in ascending order.
+        counts: numbers of ranks.
         progress: called after each measured step.
         local_size: ranks of a machine.
 
@@ -99,28 +93,17 @@ def measured(
     def measure(ranks: int) -> Load:
         return _measured(alone, model, gradients, ranks, progress, size)
 
-    if collective_of(alone) != "allgather":
-        return _of_sums(measure, counts)
-    if len(counts) == 1 and not splits and counts[0] <= size * _MANY:
-        return [measure(counts[0])]
+    if collective_of(alone) != "allgather" or (
+        len(counts) == 1 and not splits and counts[0] <= size * _MANY
+    ):
+        return [measure(ranks) for ranks in counts]
     few, many = (measure(size * machines) for machines in (_FEW, _MANY))
-    if many.gathers == few.gathers:
-        each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
-    else:
-        # Some went dense.
-        each = few.decode / (size * _FEW)
-    loads, dense = [], _dense(alone, model, gradients, [size * _FEW, *counts])
-    for ranks, theirs in zip(counts, dense[1:]):
-        load = dataclasses.replace(
-            few,
-            exchanged={
-                kind: few.exchanged.get(kind, 0.0) - dense[0].get(kind, 0.0) + theirs.get(kind, 0.0)
-                for kind in {**few.exchanged, **theirs}
-            },
-            decode=few.decode + each * (ranks - size * _FEW),
-        )
-        load = _where_dense_brings_less(compressor, alone, model, load, ranks, size)
-        loads.append(_splitting(load, compressor, ranks) if splits else load)
+    each = max(many.decode - few.decode, 0.0) / (size * (_MANY - _FEW))
+    loads = []
+    for ranks in counts:
+        load = dataclasses.replace(few, decode=few.decode + each * (ranks - size * _FEW))
+        load = _splitting(load, compressor, ranks) if splits else load
+        loads.append(_dense_where_less(load, model, ranks))
     return loads
 
 
@@ -181,91 +164,16 @@ def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:
     )
 
 
-def _of_sums(measure: Callable[[int], Load], counts: Sequence[int]) -> List[Load]:
-    """The loads of summed payloads with each of the counts, which ascend. More ranks need fields
-    as wide or wider, so where two send the same bytes all between them do, at the same work."""
-    loads = {index: measure(counts[index]) for index in sorted({0, len(counts) - 1})}
-
-    def fill(first: int, last: int) -> None:
-        middle = (first + last) // 2
-        if loads[first].exchanged == loads[last].exchanged:
-            loads.update(dict.fromkeys(range(first + 1, last), loads[first]))
-        elif middle > first:
-            loads[middle] = measure(counts[middle])
-            fill(first, middle)
-            fill(middle, last)
-
-    fill(0, len(counts) - 1)
-    return [loads[index] for index in range(len(counts))]
-
-
-def _dense(
-    compressor: Any, model: Model, gradients: Sequence[Named], counts: Sequence[int]
-) -> List[Dict[str, float]]:
-    """Bytes by collective, for each of the counts, of the tensors that a gathering compressor
-    leaves dense by name and shape; none where they do not depend on the number of ranks."""
-    shapes = {
-        name: shape
-        for name, shape in model.shapes.items()
-        if collective_of(compressor_for(compressor, name, shape)) != "allgather"
-    }
-    if len(dense_compressor(compressor.policy.dense, 0).collectives(2)) == 1 or not shapes:
-        return [{} for _ in counts]
-    part = dataclasses.replace(model, shapes=shapes)
-    theirs = [{name: named[name] for name in shapes} for named in gradients]
-
-    def measure(ranks: int) -> Load:
-        return _measured(compressor, part, theirs, ranks, lambda: None, 1)
-
-    ascending = sorted(set(counts))
-    found = dict(zip(ascending, _of_sums(measure, ascending)))
-    return [found[ranks].exchanged for ranks in counts]
-
-
-def _where_dense_brings_less(
-    compressor: Any, alone: Any, model: Model, load: Load, ranks: int, local_size: int
-) -> Load:
-    """The load where tensors go dense whose payloads from so many ranks would be more.
-
-    Args:
-        compressor: whose load it is to be.
-        alone: the same, which gathers.
-        model: whose step it is.
-        load: measured with `_FEW` machines, where some may have gone dense already.
-        ranks: how many.
-        local_size: ranks of a machine.
-    """
-    few = _FEW * local_size
-    gathered = []
-    for name, shape in model.shapes.items():
-        numel = math.prod(shape)
-        here, there = (
-            wrapped(compressor_for(its, name, shape), shape, Machine.alone(size, local_size))
-            for its, size in ((alone, few), (compressor, ranks))
-        )
-        if collective_of(here) == "allgather":
-            bits = here.payload_bits(numel, Step(0, 0, few))
-            if bits is None or times_dense(bits, few) <= 1:
-                gathered.append((numel, bits, there.payload_bits(numel, Step(0, 0, ranks))))
-    elements = model.factor * sum(numel for numel, _, _ in gathered)
-    measured_bits = 8 * load.exchanged.get(GATHERED, 0.0) / max(elements, 1)
-    sizes = [tuple(measured_bits if each is None else each for each in its) for its in gathered]
-    dense = [(numel, bits) for numel, bits, there in sizes if times_dense(there, ranks) > 1]
-    if not dense:
+def _dense_where_less(load: Load, model: Model, ranks: int) -> Load:
+    """The load where all payloads would bring a rank more than an allreduce of all gradients. In
+    training each tensor goes dense by itself."""
+    payloads = ranks * load.exchanged.get(GATHERED, 0.0) + load.exchanged.get("alltoall uint8", 0.0)
+    if payloads <= 2 * 4 * model.parameters:
         return load
-    share = 1 - sum(numel * bits for numel, bits in dense) / sum(
-        numel * bits for numel, bits, _ in sizes
-    )
-    exchanged = {**load.exchanged, GATHERED: share * load.exchanged[GATHERED]}
-    summed = "allreduce float32"
-    exchanged[summed] = exchanged.get(summed, 0.0) + 4 * model.factor * sum(
-        numel for numel, _ in dense
-    )
-    fewer = load.gathers * len(dense) / len(gathered)
     return dataclasses.replace(
         load,
-        exchanged=exchanged,
-        operations=load.operations - fewer,
-        decode=share * load.decode,
-        gathers=load.gathers - fewer,
+        exchanged={"allreduce float32": 4.0 * model.parameters},
+        operations=model.tensors * len(model.shapes),
+        decode=0.0,
+        gathers=0.0,
     )

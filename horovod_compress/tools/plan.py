@@ -5,7 +5,7 @@ import functools
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from ..compressors.advice import ADVICE
-from . import arguments, bench, gossip, loads, prediction
+from . import arguments, bench, loads, prediction
 from .cost import MOST_RANKS, Load, Network
 from .printing import console, digits, progress_bar, table, write_json
 
@@ -26,7 +26,7 @@ _NOTES = (
     "MB on link: what crosses a rank's link in a step, each way",
     "work: encode and decode, measured on this processor",
     "step: backward and exchange, computed, after a warm-up; of none: over the step with none",
-    "Tensors go dense where the payloads of all ranks would be more bytes.",
+    "All is dense where the payloads of all ranks would be more bytes.",
     "The gradients are random. adacomp, variance and strom send less of real ones.",
 )
 
@@ -79,11 +79,6 @@ def add(commands: Any) -> None:
         default=1,
         metavar="L",
         help="ranks on each machine, for hosts=true (default: 1)",
-    )
-    parser.add_argument(
-        "--topology",
-        choices=("ring", "torus", "complete"),
-        help="show decentralized training too, with messages along such a graph",
     )
     arguments.add_plot(parser, "draw time and bytes over the number of ranks")
     parser.set_defaults(run=_run, parser=parser)
@@ -150,9 +145,8 @@ def _run(options: argparse.Namespace) -> None:
     except ValueError as error:
         refuse(str(error))
     counts = counts or [found.ranks if found else 2 * options.local_size]
-    most = gossip.MOST_RANKS if options.topology else MOST_RANKS
-    if counts[-1] > most:
-        refuse(f"--ranks: must be at most {most}")
+    if counts[-1] > MOST_RANKS:
+        refuse(f"--ranks: must be at most {MOST_RANKS}")
     for ranks in counts:
         if ranks % options.local_size:
             refuse(f"--local-size: {ranks} ranks are not hosts of {options.local_size}")
@@ -177,12 +171,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.plot:
         prediction.plot(several, _title(runs[0], None if found else rate), options.plot)
     known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
-    if options.topology:
-        known.update(gossip.predicted(compressors, model, counts, options.topology))
     if not write_json({**(several if len(runs) > 1 else runs[0]), **known}, options.json):
         show_predictions(runs, None if found else rate)
-        if options.topology:
-            gossip.show(known, model.parameters)
 
 
 def _measure_loads(
