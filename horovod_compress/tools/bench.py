@@ -24,7 +24,7 @@ from ..transport.base import SMALL, Transport
 from . import arguments
 from .gradients import load_gradients, random_gradients
 from .models import MODELS
-from .printing import console, digits, progress_bar, save_figure, table, write_json
+from .printing import console, digits, progress_bar, table, write_json
 
 # Steps that touch new memory, not measured.
 WARMUP = 3
@@ -102,9 +102,7 @@ def add(commands: Any) -> None:
             metavar="N",
             help=f"{help} (default: {default})",
         )
-    arguments.add_plot(parser, "draw the ratio over the time")
     arguments.add_json(parser)
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -138,60 +136,13 @@ def _run(options: argparse.Namespace) -> None:
         "kernels": kernels.backend,
         "results": results,
     }
-    if options.plot:
-        _plot(run, options.plot)
     if not write_json(run, options.json):
-        _report(run, options.markdown)
-
-
-def _title(run: Dict[str, Any]) -> str:
-    millions = digits(run["floats"] / 1e6)
-    return (
-        f"{run['gradients']}: {run['tensors']} tensors, {millions} million floats; "
-        f"{run['ranks']} ranks, {run['steps']} steps, {run['kernels']} kernels"
-    )
-
-
-def _report(run: Dict[str, Any], markdown: bool) -> None:
-    rows = [[shown(result) for shown in _COLUMNS.values()] for result in run["results"]]
-    if markdown:
-        titles = [title.replace("\n", " ") for title in _COLUMNS]
-        rows = [titles, ["---", "---", *["---:"] * (len(titles) - 2)], *rows]
-        lines = [
-            _title(run),
-            "",
-            *(f"| {' | '.join(row)} |" for row in rows),
-            "",
-            *(f"- {note}" for note in _NOTES),
-        ]
-        print(*lines, sep="\n")
-    else:
-        console().print(
-            _title(run), table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n"
+        title = (
+            f"{name}: {run['tensors']} tensors, {digits(run['floats'] / 1e6)} million floats; "
+            f"{options.ranks} ranks, {options.steps} steps, {kernels.backend} kernels"
         )
-
-
-def _plot(run: Dict[str, Any], path: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    for collective in sorted({result["collective"] for result in run["results"]}):
-        points = [result for result in run["results"] if result["collective"] == collective]
-        work = [1e3 * (point["encode_seconds"] + point["decode_seconds"]) for point in points]
-        axes.scatter(work, [point["ratio"] for point in points], label=collective)
-        for x, point in zip(work, points):
-            axes.annotate(
-                point["spec"],
-                (x, point["ratio"]),
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=8,
-            )
-    axes.set(xscale="log", yscale="log", xlabel="encode + decode, ms", ylabel="ratio")
-    axes.set_title(_title(run), loc="left", fontsize=10)
-    axes.margins(x=0.2, y=0.1)  # room for the labels
-    save_figure(figure, path)
+        rows = [[shown(result) for shown in _COLUMNS.values()] for result in results]
+        console().print(title, table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n")
 
 
 class Echo(Transport):
