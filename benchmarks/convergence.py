@@ -183,7 +183,7 @@ class Simulated:
 
     @torch.no_grad()
     def _exchange_updates(self):
-        """What hvdc.UpdateOptimizer does at the end of a round."""
+        """Exchanges updates, as hvdc.UpdateOptimizer does at the end of a round."""
         updates = [self._flat(torch._foreach_sub(own, self.shared)) for own in self.own]
         results = finish_step(self.exchanges, start_step(self.exchanges, updates), updates)[0]
         for i, update in enumerate(self._tensors(results)):
@@ -213,7 +213,7 @@ def copies(tensors):
 
 
 def made(task, run, model, real, ranks, local_size):
-    """What trains."""
+    """The ranks of a training: real ones, or simulated."""
     if not real:
         return Simulated(task, run, model, ranks, local_size)
     from horovod_ranks import Real

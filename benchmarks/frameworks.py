@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What the exchange of a step costs in PyTorch and in TensorFlow, at the gradient shapes of a known
-network.
+"""Measures what the exchange of a step costs in PyTorch and in TensorFlow, at the gradient shapes
+of a known network.
 
     .venv/bin/python benchmarks/frameworks.py [--model resnet50] [--ranks 2]
         [--framework torch] [--rate 1gbit] [SPEC ...]

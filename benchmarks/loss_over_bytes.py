@@ -99,7 +99,7 @@ class Job(NamedTuple):
 
 
 class Plan:
-    """Which run is next."""
+    """The order of runs."""
 
     def __init__(self, runs: List[str], seeds: int) -> None:
         self.runs, self.seeds = runs, seeds

@@ -1,4 +1,4 @@
-"""What a RUN of convergence.py says, and what was found of runs: tables, points, pictures."""
+"""The RUNs of convergence.py: their spelling, and tables, points and pictures of their results."""
 
 import re
 from typing import Any, Dict, List, NamedTuple, Optional
@@ -10,9 +10,9 @@ from horovod_compress.adapters.updates import Nesterov
 
 
 class Run(NamedTuple):
-    """What a RUN says. every: how many local steps' updates are exchanged together, 0 where
-    gradients are; drops: whether what was not sent is forgotten; alone: whether one rank trains on
-    its part of each batch and exchanges nothing."""
+    """A parsed RUN. every: how many local steps' updates are exchanged together, 0 where gradients
+    are; drops: whether what was not sent is forgotten; alone: whether one rank trains on its part
+    of each batch and exchanges nothing."""
 
     optimizer: str
     rate: float

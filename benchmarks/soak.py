@@ -150,7 +150,7 @@ class Soak:
             each.load_state_dict(state)
 
     def step_of_another_run(self):
-        """What is loaded must overwrite something."""
+        """Takes a step that loading a state must overwrite."""
         self.backward(self.gradients(0))
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,5 +1,5 @@
-"""What benchmarks/convergence.py trains: data, networks, optimizers and schedules of known kinds,
-in sizes for two cores."""
+"""Tasks of benchmarks/convergence.py: data, networks, optimizers and schedules of known kinds, in
+sizes for two cores."""
 
 import dataclasses
 import functools

@@ -124,8 +124,7 @@ class Hosts:
 
     @property
     def environment(self):
-        """What commands should find in their environment, so that ssh and Open MPI work between the
-        hosts."""
+        """The environment of commands, in which ssh and Open MPI work between the hosts."""
         # Horovodrun is beside Python.
         path = os.pathsep.join(
             [str(self._folder), os.path.dirname(sys.executable), os.environ["PATH"]]
@@ -137,8 +136,8 @@ class Hosts:
         return subprocess.run(self.command(host, argv), env=self.environment, **options)
 
     def measure(self, launcher, ranks, script, arguments):
-        """What `script` measures in a job of its own, as many ranks on each host: it writes
-        JSON to the file that --worker names.
+        """Runs `script` in a job of its own, as many ranks on each host, and returns what it
+        measures: it writes JSON to the file that --worker names.
 
         Exits, with all that the job said, where it fails.
         """
@@ -160,7 +159,7 @@ class Hosts:
         self._ip("-n", self._spaces[host], "link", "set", "eth0", "down")
 
     def _enter(self, space, host):
-        """What to put before a command that is to run in a namespace, under a host's name."""
+        """The command line that runs another one in a namespace, under a host's name."""
         rename = 'hostname "$0"; exec "$@"'
         return [
             self._tools["ip"],

@@ -156,8 +156,8 @@ def parse(arguments=None):
 
 
 def two_hosts(options, console):
-    """What to put before a command that is to run on two hosts; nothing where they are not wanted
-    or cannot be made."""
+    """The command line that runs another one on two hosts; nothing where they are not wanted or
+    cannot be made."""
     if options.hosts == 1:
         return []
     hosts = [sys.executable, "benchmarks/two_hosts.py", "--rate", f"{options.link}mbit", "--"]

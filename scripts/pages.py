@@ -167,7 +167,7 @@ def algorithm_page(algorithm):
 
 
 def index():
-    """What docs/algorithms/index.md has of all algorithms."""
+    """The table of all algorithms in docs/algorithms/index.md."""
     rows = [
         (
             f"[`{id}`]({id}.md)",
@@ -192,7 +192,7 @@ def recommended():
 
 
 def changes():
-    """What the site's first page shows of README.md and docs/start/ddp.md."""
+    """The parts of README.md and docs/start/ddp.md on the site's first page."""
     parts = []
     for title, page in (("Horovod", "README.md"), ("DistributedDataParallel", "docs/start/ddp.md")):
         diff = re.search(r"(?ms)^```diff\n.*?^```$", (ROOT / page).read_text())
@@ -214,7 +214,7 @@ def folders():
 
 
 def layouts():
-    """What modules say of the bytes that they write, in the second paragraph of their docstring."""
+    """The layouts of bytes, from the second paragraph of modules' docstrings."""
     return "\n\n".join(
         f"### {title}\n\n{docstring(f'kernels/reference/{module}.py')[1]}"
         for title, module in LAYOUTS.items()
@@ -222,7 +222,7 @@ def layouts():
 
 
 def public_names(module):
-    """What a module's __all__ lists, read from its source, because frameworks may be missing."""
+    """The names in a module's __all__, read from its source, because frameworks may be missing."""
     path = ROOT / module.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     (names,) = (

@@ -251,7 +251,7 @@ def named(at: dict) -> str:
 
 
 def matches(point: dict, at: dict) -> bool:
-    """Whether a point has these settings, each a value or a list of values."""
+    """Returns whether a point has these settings, each a value or a list of values."""
     return all(
         point["at"].get(key) in (its if isinstance(its, list) else [its]) for key, its in at.items()
     )
@@ -375,7 +375,7 @@ def listed(page: str, tables: dict) -> Iterator[tuple]:
 
 
 def unlike(prose: str, figures: list) -> list:
-    """What of some prose is not as its list of figures has it."""
+    """The figures of some prose that are not as its list has them."""
     wrong, at = [], 0
     for text, entry in figures:
         found = re.compile(rf"(?<![\d.+−]){re.escape(text)}(?!\.?\d)").search(prose, at)
@@ -388,7 +388,7 @@ def unlike(prose: str, figures: list) -> list:
 
 
 def unlisted(prose: str) -> list:
-    """What looks measured where no listed figure is."""
+    """The figures that look measured where no list has them."""
     return [
         f"{its[0]} is in no list: “…{prose[: its.end()][-40:]}”" for its in MEASURED.finditer(prose)
     ]

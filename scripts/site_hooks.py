@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own when it builds the documentation's site (scripts/docs)."""
+"""Hooks of mkdocs, when it builds the documentation's site (scripts/docs)."""
 
 import pathlib
 import posixpath

@@ -1,1 +1,2 @@
-"""What all reducers share, whatever the framework: binding, elastic states, updates, trials."""
+"""The parts that all reducers share, whatever the framework: binding, elastic states, updates,
+trials."""

@@ -24,7 +24,7 @@ _CHANGED = 1.3
 
 
 def default_candidates(*, is_sgd: bool, takes_over: bool) -> List[str]:
-    """What is tried where the user names nothing: dgc, where an SGD has a momentum that it takes
+    """The candidates where the user names none: dgc, where an SGD has a momentum that it takes
     over, and topk with other SGDs. Neither with other optimizers: Adam cannot see its second moment
     through few gradients."""
     sparse = "dgc" if takes_over else "topk"
@@ -64,7 +64,7 @@ class Controller:
         self._seen: List[float] = []
 
     def plan(self) -> Plan:
-        """What was found: spec (None until there is a choice), ranks, and candidates {spec:
+        """The result so far: spec (None until there is a choice), ranks, and candidates {spec:
         {"seconds": median of a step, "steps": so many counted}}. JSON-able;
         `Compression.from_spec(plan["spec"])` takes the same choice elsewhere."""
         candidates: Dict[str, Candidate] = {
@@ -94,7 +94,7 @@ class Controller:
             self._watch(seconds)
 
     def _gathered(self, value: Any) -> List[Any]:
-        """What all ranks say, in rank order, of a JSON-able value each."""
+        """A JSON-able value of each rank, in rank order."""
         return gather(self._compression._transport, f"{self._compression._label()}.auto", value)
 
     def resume(self, spec: str, chosen: bool) -> None:
@@ -105,7 +105,7 @@ class Controller:
             self._try([spec])
 
     def state(self) -> Dict[str, Any]:
-        """What a saved state has of the choice: `resume` takes it as arguments."""
+        """The choice, for a saved state: `resume` takes it as arguments."""
         return {"auto": {"spec": self.in_force, "chosen": self.trials.chosen is not None}}
 
     @contextlib.contextmanager
@@ -154,8 +154,7 @@ class Controller:
 
 
 def auto_of(state: Any) -> Optional[Dict[str, Any]]:
-    """What a state, or a list of all ranks', says of the choice; None where it is of a compression
-    that was named."""
+    """The choice in a state, or in a list of all ranks'; None for a compression that was named."""
     first = state[0] if isinstance(state, (list, tuple)) and state else state
     return first.get("auto") if isinstance(first, dict) else None
 

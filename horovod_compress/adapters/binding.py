@@ -1,5 +1,4 @@
-"""What compressions of all hosts share, with Horovod and without: the base classes of bound and
-unbound ones."""
+"""The base classes of bound and unbound compressions, with Horovod and without."""
 
 import functools
 import os
@@ -185,7 +184,7 @@ class Unbound(ABC):
         return self._made_again()
 
     def _made_again(self) -> Tuple[Any, ...]:
-        """What a copy is made by, as `__reduce__` returns it."""
+        """A callable that makes a copy, and its arguments, as `__reduce__` returns them."""
         return functools.partial(type(self), **self._options), (self._asked,)
 
     def __repr__(self) -> str:
@@ -208,7 +207,7 @@ class Unbound(ABC):
 
 
 def is_elastic() -> bool:
-    """Whether ranks may come and go in this job, as horovodrun tells its ranks."""
+    """Returns whether ranks may come and go in this job, as horovodrun tells its ranks."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 

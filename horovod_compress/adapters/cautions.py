@@ -24,7 +24,7 @@ _DIVIDING = frozenset(
 
 
 def cautions(compressor: Compressor, optimizer: Any) -> Iterator[str]:
-    """What to do in place of compressing gradients of this optimizer so, and why."""
+    """Advice against compressing gradients of this optimizer so: why, and an alternative."""
     names = {each.__name__.lower() for each in type(optimizer).__mro__}
     if compressor.traits.prefers_updates and names & _DIVIDING:
         yield (

@@ -1,5 +1,4 @@
-"""What an elastic state does with a compression, in every framework: nothing that ranks have not
-sent yet is lost.
+"""Compressions in elastic states, in every framework: nothing that ranks have not sent yet is lost.
 
 What results are still to bring is the mean over ranks of what they have not sent. Ranks that stay
 keep theirs and new ones get the mean of those, so the mean stays. Where ranks leave in good order,
@@ -13,7 +12,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 
 
 class Entry:
-    """What an elastic state has, and what it kept at the last commit.
+    """A compression in an elastic state, with its copy from the last commit.
 
     value: a compression, see `HorovodBinding`, or an optimizer that has one and the same methods.
     """

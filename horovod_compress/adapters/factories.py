@@ -1,4 +1,5 @@
-"""What makes compressions: a method for each algorithm, on the class `Compression` of a framework.
+"""Factories of compressions: a method for each algorithm, on the class `Compression` of a
+framework.
 
 `Compression` of each framework has a generated stub beside it, `factories.pyi`, for editors and
 type checkers. After a change here, in `factories.py` of a framework or in an algorithm's options
@@ -32,8 +33,7 @@ class Algorithms(type):
             getattr(cls, maker).compress = cls.compress
 
     def compress(cls, tensor: Any) -> None:
-        """Horovod gets here where it was given the class, or one of its methods, instead of what
-        those return."""
+        """Raises TypeError: a user has passed Compression.dgc instead of Compression.dgc()."""
         raise TypeError(
             "this is no compression yet: call it, as in compression=hvdc.Compression.dgc()"
         )

@@ -1,4 +1,4 @@
-"""What compressions on Horovod share, in both frameworks: process sets, and elastic jobs."""
+"""The base class of compressions on Horovod, in both frameworks: process sets, and elastic jobs."""
 
 import collections
 import itertools
@@ -151,7 +151,8 @@ class HorovodBinding(Binding):
         return self._compressor
 
     def _settings(self) -> Dict[str, Any]:
-        """What is alike on all ranks, and may have changed since the start: JSON-able."""
+        """The settings that are alike on all ranks, and may have changed since the start:
+        JSON-able."""
         return {"spec": self._requested.config}
 
     def _adopt(self, settings: Dict[str, Any]) -> None:
@@ -176,7 +177,7 @@ class HorovodBinding(Binding):
         """
 
     def _entry(self, into: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
-        """What this rank keeps; into: as for `Driver.state_dict`."""
+        """The state that this rank keeps; into: as for `Driver.state_dict`."""
         return {**self._exchange.state_dict(into=into), **self._settings()}
 
     def _go_back_to(self, state: Dict[str, Any]) -> None:

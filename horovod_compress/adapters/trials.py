@@ -1,5 +1,5 @@
-"""Which compression makes a training's steps shortest: found out by taking real steps with each, as
-a pure function of how long they took."""
+"""The choice of the compression with the shortest steps: by real steps with each, as a pure
+function of how long they took."""
 
 import dataclasses
 import statistics

@@ -1,5 +1,5 @@
-"""What is exchanged in place of gradients where optimizers' updates are: which compressors serve,
-how often, and what is done with the mean."""
+"""Optimizers' updates in place of gradients: the compressors that serve, the rounds, and the use of
+the mean."""
 
 import dataclasses
 import inspect
@@ -28,8 +28,8 @@ _NO_MEANING = {
 
 @dataclasses.dataclass(frozen=True)
 class Nesterov:
-    """What is done with the mean update Δ of all ranks: m ← momentum·m + Δ, and parameters move by
-    lr·(Δ + momentum·m).
+    """The outer optimizer of the mean update Δ of all ranks: m ← momentum·m + Δ, and parameters
+    move by lr·(Δ + momentum·m).
 
     This is Algorithm 1 of DiLoCo (arXiv 2311.08105) with SGD with Nesterov's momentum as the outer
     optimizer. m is alike on all ranks.

@@ -1,4 +1,4 @@
-"""What is refused under DistributedDataParallel, each by its name."""
+"""Refusals under DistributedDataParallel, each by its name."""
 
 from typing import Any, List
 

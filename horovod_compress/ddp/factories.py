@@ -1,4 +1,4 @@
-"""What makes compressions of DistributedDataParallel models."""
+"""Makes compressions of DistributedDataParallel models."""
 
 from typing import Any, Optional
 
@@ -17,7 +17,7 @@ class DDPCompressionOnTrial(OnTrial, DDPCompression):
 
 
 def is_auto(spec: Any) -> bool:
-    """Whether a spec leaves the choice to a trial."""
+    """Returns whether a spec leaves the choice to a trial."""
     return spec == "auto" or isinstance(spec, dict) and spec.get("id") == "auto"
 
 

@@ -1,2 +1,2 @@
-"""What compressions in PyTorch need, whoever hands gradients over: parameters, an SGD's momentum,
-moments of samples, the life of a step."""
+"""The parts that all compressions in PyTorch share, whoever hands gradients over: parameters, an
+SGD's momentum, moments of samples, the life of a step."""

@@ -51,7 +51,8 @@ class OptimizerAround(torch.optim.Optimizer):
         self.__setstate__({})
 
     def __getattr__(self, name: str) -> Any:
-        """What the optimizer has beside what every optimizer has, such as train() and eval()."""
+        """The optimizer's own methods beside those of every optimizer, such as train() and
+        eval()."""
         if name.startswith("_") and name not in self.__dict__.get("_methods", ()):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return getattr(self._optimizer, name)

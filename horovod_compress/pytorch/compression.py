@@ -68,7 +68,8 @@ class OptimizerCompression(OptimizerSteps):
         return list(self._slots) if self._active else []
 
     def _factor(self) -> Optional[float]:
-        """What the reducer makes of a 1 on each rank; None where that is not known yet."""
+        """The factor of a 1 on each rank in the reducer's results; None where that is not known
+        yet."""
         return 1.0
 
     # Why one rank cannot load what several had to send.
@@ -89,8 +90,8 @@ class OptimizerCompression(OptimizerSteps):
         return self._bound_optimizer and (self._optimizer or self._bound_optimizer)
 
     def _choose(self, spec: Any) -> Chosen:
-        """What a spec comes to with the bound optimizer's momentum. ValueError for what cannot be
-        served."""
+        """Returns how tensors are compressed by a spec with the bound optimizer's momentum.
+        ValueError for what cannot be served."""
         optimizer, reduced = self._stepping, self._reduced()
         compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         names = {id(slot.param): slot.name for slot in reduced}

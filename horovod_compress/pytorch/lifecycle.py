@@ -40,7 +40,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What happens to a step."""
+    """An event in a step's life."""
 
     # The first gradient comes.
     BEGIN = "begin"
@@ -133,7 +133,7 @@ class Lifecycle:
 
     @property
     def is_unused(self) -> bool:
-        """Whether results are there that no optimizer.step() has begun to use."""
+        """True where results are there that no optimizer.step() has begun to use."""
         return self.state in (State.UNUSED, State.BEFORE_CLOSURE)
 
     def take(self, event: Event) -> bool:

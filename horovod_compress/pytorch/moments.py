@@ -164,7 +164,7 @@ class Moments:
 
 
 class _Watched:
-    """What is collected of one parameter."""
+    """A parameter, with its sums of squares and its uses in the backward pass under way."""
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.name, self.param = name, param

@@ -39,8 +39,8 @@ def before_closures(bind: Callable[[torch.optim.Optimizer], Any]) -> None:
 
 
 def is_made_by_torch(optimizer: Any) -> bool:
-    """Whether PyTorch's own step() calls hooks around this optimizer's steps: not of a wrapper that
-    has another optimizer's attributes, as accelerate and Lightning make them."""
+    """Returns whether PyTorch's own step() calls hooks around this optimizer's steps: not of a
+    wrapper that has another optimizer's attributes, as accelerate and Lightning make them."""
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
@@ -57,13 +57,13 @@ def own_class(optimizer: Any) -> type:
 
 
 def in_grad_scaler() -> bool:
-    """Whether an enabled GradScaler is taking the step that has come to this point."""
+    """Returns whether an enabled GradScaler is taking the step that has come to this point."""
     scalers = (owner for owner in owners("step") if isinstance(owner, GradScaler))
     return next((scaler.is_enabled() for scaler in scalers), False)
 
 
 def skips(optimizer: Any) -> bool:
-    """Whether a GradScaler has told this optimizer, whose fused step leaves parameters alone then,
-    that it has found gradients that are not finite."""
+    """Returns whether a GradScaler has told this optimizer, whose fused step leaves parameters
+    alone then, that it has found gradients that are not finite."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)

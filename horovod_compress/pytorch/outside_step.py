@@ -50,7 +50,7 @@ def _managed(manager: ContextManager[Any], around: Callable[[], Around]) -> Iter
 
 
 class Probe:
-    """What tells whether tensors were changed in between, in little time: PyTorch's own count of
+    """Tells whether tensors were changed in between, in little time: by PyTorch's own count of
     changes, which does not see those through `tensor.data`, and some of the elements."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -61,7 +61,7 @@ class Probe:
         self._some = {device: torch.cat(those) for device, those in some.items()}
 
     def differs(self, other: "Probe") -> bool:
-        """Whether the same tensors, probed at another time, were changed in between."""
+        """Returns whether the same tensors, probed at another time, were changed in between."""
         if self._versions != other._versions or self._some.keys() != other._some.keys():
             return True
         return any(not torch.equal(its, other._some[device]) for device, its in self._some.items())

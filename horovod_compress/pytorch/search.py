@@ -42,7 +42,7 @@ def _reachable() -> Iterator[Any]:
 
 
 def _variables() -> Iterator[Any]:
-    """What the functions of all threads that are running have as variables."""
+    """The variables of all functions that run, in any thread."""
     for frame in list(sys._current_frames().values()):
         for each in callers(frame):
             yield each.f_globals

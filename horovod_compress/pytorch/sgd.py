@@ -1,5 +1,4 @@
-"""What an SGD optimizer would do to a gradient and a momentum-correcting compression does
-instead."""
+"""Momentum and weight decay of an SGD that a momentum-correcting compression has taken over."""
 
 import functools
 import inspect
@@ -13,15 +12,15 @@ from .optimizers import own_class, skips
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
-    """Whether this is an SGD without momentum: what it adds to parameters is the learning rate
-    times what a step brings."""
+    """Returns whether this is an SGD without momentum: it adds the learning rate times the result
+    to parameters."""
     return isinstance(optimizer, torch.optim.SGD) and not any(
         group["momentum"] for group in optimizer.param_groups
     )
 
 
 def can_take_over(optimizer: Any) -> bool:
-    """Whether this is an SGD whose momentum a compression can take over, if it has any."""
+    """Returns whether this is an SGD whose momentum a compression can take over, if it has any."""
     return (
         isinstance(optimizer, torch.optim.SGD)
         and _steps_as_sgd(optimizer)
@@ -120,8 +119,8 @@ class SGDTakeover:
             )
 
     def gains(self, optimizer: Optional[torch.optim.Optimizer]) -> Dict[str, float]:
-        """What the momentum of an SGD makes of a result of 1 in the end, by name: 1/(1 − m), and 1
-        where it is taken over."""
+        """The sum in the end of an SGD's moves by a result of 1, by name: 1/(1 − m), and 1 where
+        its momentum is taken over."""
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ()
         own = [
             (self._names[id(p)], float(group["momentum"]))
@@ -136,7 +135,7 @@ class SGDTakeover:
         }
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Whether this parameter's momentum is taken over."""
+        """Returns whether this parameter's momentum is taken over."""
         return self._names.get(id(param)) in self.variants
 
     def changes(self, optimizer: torch.optim.Optimizer) -> Dict[str, Dict[str, Any]]:
@@ -248,9 +247,9 @@ class SGDTakeover:
         torch._foreach_add_(grads, buffers, alpha=sign * momentum if nesterov else sign)
 
     def _holds_momentum(self, state: Dict[str, Any], param: torch.Tensor) -> bool:
-        """Whether a buffer without weight decay is worth keeping: hvd.broadcast_optimizer_state
-        makes empty ones, and what a plain run has left decays, down to denormal numbers, which are
-        slow and never become 0."""
+        """Returns whether a buffer without weight decay is worth keeping:
+        hvd.broadcast_optimizer_state makes empty ones, and the momentum of a plain run decays, down
+        to denormal numbers, which are slow and never become 0."""
         buffer = state.get("momentum_buffer")
         if buffer is None or self._until_look and id(param) in self._largest:
             return buffer is not None

@@ -24,8 +24,8 @@ class SharedParameter(Slot):
         self.loaded: Optional[torch.Tensor] = None
 
     def update(self, compression: UpdateExchange) -> Tuple[str, Any, Any]:
-        """What local steps have added, as `UpdateExchange.exchange` takes it: in the parameter's
-        own memory where possible."""
+        """The sum of the local steps, as `UpdateExchange.exchange` takes it: in the parameter's own
+        memory where possible."""
         on_device = compression._exchange.on_device(self.name)
         own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
         if self.momentum is None and own is not None and base is not None:

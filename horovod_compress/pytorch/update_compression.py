@@ -128,7 +128,7 @@ class UpdateExchange(Averaging):
         self._compressor, self._machine, self._transport = compressor, machine, transport
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """What is not sent yet, as tensors and plain values."""
+        """The residuals, as tensors and plain values."""
         return state_of(self, portable and self._active)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:

@@ -1,5 +1,5 @@
-"""What optimizers apply, next to what compressions have seen: errors where these differ, and
-replicas would part, or one optimizer's momentum would be given to another's variables."""
+"""Checks of what optimizers apply against what compressions have seen: errors where these differ,
+and replicas would part, or one optimizer's momentum would be given to another's variables."""
 
 import threading
 import weakref
@@ -31,7 +31,8 @@ def may_see_gradients(compression: Any) -> None:
 
 
 def _seen(variables: Sequence[Any]) -> bool:
-    """Whether a gradient of one of these has come to a compression, or to the tape of one."""
+    """Returns whether a gradient of one of these has come to a compression, or to the tape of
+    one."""
     with _lock:
         return any(
             compression.serves(variables)
@@ -88,14 +89,14 @@ def refuse_unreduced(
 
 
 def _is_zero(grad: Any) -> bool:
-    """Whether a gradient is known to be zero."""
+    """Returns whether a gradient is known to be zero."""
     value = tf.get_static_value(grad)
     return grad.op.type == "ZerosLike" if value is None else not np.any(value)
 
 
 def _may_be_unseen(optimizer: Any) -> bool:
-    """Whether an optimizer may well apply gradients that no compression has seen: Horovod's that
-    has reduced some, has another compression, or is on one rank; a user's whose updates are
+    """Returns whether an optimizer may well apply gradients that no compression has seen: Horovod's
+    that has reduced some, has another compression, or is on one rank; a user's whose updates are
     exchanged; in elastic jobs a user's, which may take a step before ranks meet, to have its
     variables made."""
     if not is_horovods(optimizer):

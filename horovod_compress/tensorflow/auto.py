@@ -28,7 +28,7 @@ _SETTLING = 2
 
 
 class CompressionOnTrial(Trying, BoundCompression):
-    """What AutoCompression becomes: a compression with a controller, which it tells of steps.
+    """A bound AutoCompression: a compression with a controller, which it tells of steps.
 
     The function that the user or Keras calls, around the operations of the compression, says when a
     call of it begins. Times of calls in which a function is traced do not count.
@@ -127,8 +127,8 @@ class CompressionOnTrial(Trying, BoundCompression):
         return max(self._exchange.steps_taken().values(), default=0)
 
     def _let_momentum_go(self) -> None:
-        """What SGD's own momentum has gathered in steps that were tried without a takeover decays,
-        and in the end needs no operations any more."""
+        """Drops SGD's own momentum, gathered in steps that were tried without a takeover, once it
+        has decayed: it needs no operations any more then."""
         self._until_look = (self._until_look or LOOK) - 1
         if self._until_look == 0:
             now = largest_momentum(self._served or self._optimizer)

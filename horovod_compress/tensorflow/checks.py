@@ -1,4 +1,4 @@
-"""What compressions refuse in TensorFlow."""
+"""Refusals of compressions in TensorFlow."""
 
 from typing import Any, Iterable
 

@@ -28,8 +28,8 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class _Keeping:
-    """What the states here add to Horovod's: keywords that are compressions are not broadcast from
-    rank 0, but kept as `Entry` says."""
+    """A mixin for Horovod's states: keywords that are compressions are not broadcast from rank 0,
+    but kept as `Entry` says."""
 
     def _take(
         self, keywords: Dict[str, Any], bind: Callable[[UnboundCompression], BoundCompression]

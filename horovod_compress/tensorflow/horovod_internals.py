@@ -38,12 +38,12 @@ from tensorflow.python.trackable.base import Trackable  # noqa: E402
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether this is an optimizer of Keras, new or legacy."""
+    """Returns whether this is an optimizer of Keras, new or legacy."""
     return isinstance(value, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer))
 
 
 def is_horovods(optimizer: Any) -> bool:
-    """Whether this is what hvd.DistributedOptimizer makes."""
+    """Returns whether hvd.DistributedOptimizer has made this."""
     return is_optimizer(optimizer) and hasattr(optimizer, "register_local_var")
 
 
@@ -55,7 +55,7 @@ def loss_scaler() -> Any:
 
 
 def is_scaler(value: Any) -> bool:
-    """Whether this is a LossScaleOptimizer."""
+    """Returns whether this is a LossScaleOptimizer."""
     return isinstance(value, tf.keras.mixed_precision.LossScaleOptimizer)
 
 
@@ -66,8 +66,8 @@ def _factor(process_set: Any, op: Any, prescale: float, postscale: float) -> flo
 
 
 class Reduction(NamedTuple):
-    """What Horovod reduces together. factor: says what it makes of a 1 on each rank; optimizer:
-    Horovod's, None for a tape."""
+    """Gradients that Horovod reduces together. factor: returns the factor of a 1 on each rank in
+    the result; optimizer: Horovod's, None for a tape."""
 
     grads: Sequence[Any]
     variables: Sequence[Any]
@@ -104,8 +104,8 @@ def reduction_of(tensor: Any) -> Reduction:
 
 
 def divisor_of(optimizer: Any) -> int:
-    """What Horovod's optimizer divides gradients by after it has reduced them, those of several
-    backward passes; 1 for others."""
+    """The number by which Horovod's optimizer divides gradients after it has reduced them, those of
+    several backward passes; 1 for others."""
     helper = getattr(optimizer, "_agg_helper", None)
     if helper is None or not helper.average_aggregated_gradients:
         return 1
@@ -113,8 +113,8 @@ def divisor_of(optimizer: Any) -> int:
 
 
 def compression_given_to(optimizer: Any) -> Any:
-    """What hvd.DistributedOptimizer was given as compression, which lives in a function that it has
-    made; None for optimizers that are not Horovod's."""
+    """The compression that hvd.DistributedOptimizer was given, which lives in a function that it
+    has made; None for optimizers that are not Horovod's."""
     if not hasattr(optimizer, "_allreduce_grads"):
         return None
     reduce = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
@@ -146,7 +146,7 @@ def scaler_around(optimizer: Any) -> Any:
 
 
 def saved_by_keras() -> bool:
-    """Whether Keras is saving a model."""
+    """Returns whether Keras is saving a model."""
     saving = (frame for frame in callers() if frame.f_code.co_name == "save_model")
     return any(str(frame.f_globals.get("__name__")).startswith("keras.") for frame in saving)
 
@@ -157,7 +157,7 @@ def optimizer_under_construction() -> Any:
 
 
 def has_reduced(optimizer: Any) -> bool:
-    """Whether Horovod's optimizer has ever reduced gradients, or traced that."""
+    """Returns whether Horovod's optimizer has ever reduced gradients, or traced that."""
     return bool(optimizer._aggregated_gradients)
 
 
@@ -175,8 +175,8 @@ def local_sources() -> Set[Hashable]:
 
 
 def reduced_by_horovod(grad: Any) -> bool:
-    """Whether a gradient in a graph comes from an operation of Horovod's, with any compression. Of
-    eager ones nobody knows."""
+    """Returns whether a gradient in a graph comes from an operation of Horovod's, with any
+    compression. Of eager ones nobody knows."""
     seen, waiting = set(), [grad.op] if tf.is_symbolic_tensor(grad) else []
     while waiting:
         operation = waiting.pop()

@@ -1,4 +1,4 @@
-"""What a Keras optimizer does to gradients, and a compression does instead or must see."""
+"""Keras optimizers whose momentum a compression takes over, or whose gradients it must see."""
 
 import logging
 from typing import Any, Callable, Dict, List, Optional, Type
@@ -65,7 +65,7 @@ def optimizers_in_reach() -> List[Any]:
 
 
 def name_of(optimizer: Any) -> str:
-    """What a new or legacy optimizer was named."""
+    """The name of a new or legacy optimizer."""
     legacy = isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
     return str(optimizer._name if legacy else optimizer.name)
 
@@ -79,8 +79,8 @@ def options_of(sgd: Any) -> Dict[str, Any]:
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
-    """Whether this is an SGD without momentum: what it adds to variables is the learning rate times
-    what a step brings."""
+    """Returns whether this is an SGD without momentum: it adds the learning rate times the result
+    to variables."""
     return isinstance(optimizer, SGD) and not options_of(optimizer)["momentum"]
 
 
@@ -106,7 +106,8 @@ def steps_of(optimizer: Any) -> Any:
 
 
 def can_take_over(optimizer: Any) -> bool:
-    """Whether this is an SGD whose momentum a compression can take over, and that has one."""
+    """Returns whether this is an SGD whose momentum a compression can take over, and that has
+    one."""
     return isinstance(optimizer, SGD) and not is_plain_sgd(optimizer) and not own_step_of(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""What steps of model.fit did, for files, callables and TensorBoard."""
+"""Records of the steps of model.fit, for files, callables and TensorBoard."""
 
 from typing import Any
 

@@ -72,9 +72,8 @@ class UnboundCompression(Unbound):
         self._given_to: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers of Horovod's
 
     def __hash__(self) -> int:
-        """Another one each time that an optimizer looks for the function that reduces. Horovod
-        keeps those by all that they depend on, so optimizers with one compression would share
-        theirs, whose traces TensorFlow keeps by shapes: the second's gradients would be taken for
+        """A new hash for each optimizer: Horovod caches its reduce function by its arguments, and
+        two optimizers must not share a trace, in which the second's gradients would be taken for
         the first's."""
         optimizer = optimizer_under_construction()
         if optimizer is None:
@@ -154,7 +153,7 @@ class UnboundCompression(Unbound):
 
     @property
     def _depends(self) -> bool:
-        """Whether what is exchanged may be another with another optimizer, or is applied by it."""
+        """True where another optimizer may change what is exchanged, or applies it."""
         compressor: Any = self._compressor
         return (
             self._tries
@@ -193,7 +192,7 @@ def compression_of(optimizer: Any) -> Optional[BoundCompression]:
 
 
 def one_in_all_traces(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What make() returns. In a function that TensorFlow traces it is made in the first trace:
+    """The result of make(). In a function that TensorFlow traces it is made in the first trace:
     others get the same one for the same key, and where a trace makes several of that, in their
     order."""
     function, graph = trace_under_way()

@@ -1,4 +1,4 @@
-"""What becomes known of variables when their gradients are traced, on all ranks at once."""
+"""Variables become known when their gradients are traced, on all ranks at once."""
 
 import collections
 import itertools

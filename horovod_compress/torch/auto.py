@@ -8,7 +8,7 @@ from .unbound import UnboundCompression
 
 
 class CompressionOnTrial(OnTrial, BoundCompression):
-    """What AutoCompression becomes."""
+    """A bound AutoCompression."""
 
 
 class AutoCompression(Automatic, UnboundCompression):

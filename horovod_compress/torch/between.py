@@ -1,5 +1,5 @@
-"""What users do between the results of a step and its use: the versions of one parameter and its
-gradient tell."""
+"""Watches for changes between the results of a step and its use, by the versions of one parameter
+and its gradient."""
 
 from typing import Optional, Tuple
 

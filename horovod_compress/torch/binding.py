@@ -1,4 +1,4 @@
-"""What PyTorch's compressions on Horovod share, of gradients and of updates: transports."""
+"""The transports of PyTorch's compressions on Horovod, of gradients and of updates."""
 
 from typing import Any, Dict
 

@@ -1,4 +1,4 @@
-"""What a rank's state of decentralized training must have in common with what it is loaded into."""
+"""Checks whether a rank's state of decentralized training fits where it is loaded."""
 
 from typing import Any, Dict, Sequence
 
@@ -12,8 +12,8 @@ from ..pytorch.parameters import Slot
 
 
 def identity_of(gossip: Gossip, portable: bool) -> Dict[str, Any]:
-    """What says to which rank, topology and algorithm a state belongs; None for all of them in a
-    portable one."""
+    """The rank, topology and algorithm that a state belongs to; None for all of them in a portable
+    one."""
     its = {
         "rank": gossip.transport.rank,
         "size": gossip.transport.size,

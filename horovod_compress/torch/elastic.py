@@ -34,7 +34,7 @@ __all__ = ["run"]
 
 
 class CompressionHandler(Entry, StateHandler):
-    """What hvd.elastic.TorchState(compression=…) does with a compression, and with an
+    """The handler of a compression in hvd.elastic.TorchState(compression=…), and of an
     UpdateOptimizer, whose optimizer's state is each rank's own, in place of broadcasting rank
     0's."""
 
@@ -60,7 +60,7 @@ class _Compressing(type):
 
 
 class CompressingOptimizer(metaclass=_Compressing):
-    """What elastic states know such optimizers by."""
+    """The class by which elastic states know such optimizers."""
 
 
 class OptimizerHandler(OptimizerStateHandler):

@@ -60,7 +60,7 @@ def _all_of_horovods() -> List[Any]:
 
 
 def is_horovods(optimizer: Any) -> bool:
-    """Whether this is what hvd.DistributedOptimizer has made: an object of a class with Horovod's
+    """Returns whether hvd.DistributedOptimizer has made this: an object of a class with Horovod's
     methods, and not of one derived from that, as Lightning derives them for wrappers that have the
     same attributes."""
     return _OWN_METHOD in vars(type(optimizer))
@@ -81,20 +81,20 @@ def reduced_by(optimizer: Any) -> Optional[Set[torch.Tensor]]:
 
 
 def steps_unreduced(optimizer: Any, in_closure: bool) -> bool:
-    """Whether gradients have come to Horovod's optimizer that it does not bring back before its
-    step uses them. It brings all back at the step's beginning: not those of a closure, nor inside
-    `with optimizer.skip_synchronize():`."""
+    """Returns whether gradients have come to Horovod's optimizer that it does not bring back before
+    its step uses them. It brings all back at the step's beginning: not those of a closure, nor
+    inside `with optimizer.skip_synchronize():`."""
     return bool((in_closure or not optimizer._should_synchronize) and optimizer._handles)
 
 
 def synchronizes_again(optimizer: Any) -> bool:
-    """Whether the step of Horovod's optimizer that begins reduces gradients, though `synchronize()`
-    has done so before it."""
+    """Returns whether the step of Horovod's optimizer that begins reduces gradients, though
+    `synchronize()` has done so before it."""
     return bool(optimizer._synchronized and optimizer._should_synchronize)
 
 
 def holds_results(optimizer: Any) -> bool:
-    """Whether gradients are what `synchronize()` of Horovod's optimizer has brought: no backward
+    """Returns whether gradients are results of `synchronize()` of Horovod's optimizer: no backward
     pass came since, and they are not zero, as those of a rank without data."""
     return (
         optimizer._synchronized
@@ -132,13 +132,13 @@ def named_of(optimizer: Any) -> Optional[List[Tuple[str, torch.Tensor]]]:
 
 
 def factor_of(optimizer: Any) -> float:
-    """What Horovod's optimizer makes of a 1 on each rank. (One for Adasum, which is refused, has no
-    op.)"""
+    """The factor of a 1 on each rank in the results of Horovod's optimizer. (One for Adasum, which
+    is refused, has no op.)"""
     return float(optimizer.process_set.size()) if getattr(optimizer, "op", None) == hvd.Sum else 1.0
 
 
 def compression_of(optimizer: Any) -> Any:
-    """What hvd.DistributedOptimizer was given as compression; None for optimizers that are not
+    """The compression that hvd.DistributedOptimizer was given; None for optimizers that are not
     Horovod's."""
     return getattr(optimizer, "_compression", None)
 
@@ -203,9 +203,9 @@ def reduce_zeros(optimizer: Any) -> None:
 
 
 def first_result(optimizer: Any) -> Optional[int]:
-    """The handle of what a step waits for first. None where it has gradients to hand over before,
-    which the others may wait for, and inside `with optimizer.skip_synchronize():`, where it waits
-    for nothing."""
+    """Handle of the first allreduce that step() will wait for; None if gradients are not submitted
+    yet, which the others may wait for, and inside `with optimizer.skip_synchronize():`, where it
+    waits for nothing."""
     handles = optimizer._handles
     # All of them are among those that it reduces.
     given = sum(len(params) if isinstance(params, tuple) else 1 for params in handles)

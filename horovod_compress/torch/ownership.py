@@ -1,5 +1,4 @@
-"""Which compression has which parameters, and what users are told where two have the same one, or
-none has it."""
+"""Parameters that two compressions share, or that none has: errors and warnings for users."""
 
 import weakref
 from typing import Any, Iterable, Optional

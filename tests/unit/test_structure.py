@@ -123,6 +123,19 @@ def test_functions_are_short():
     assert not {name: count for name, count in lines.items() if count > LINES}
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """And not with a clause in the place of one."""
+    found = []
+    for folder in (PACKAGE, PACKAGE.parent / "benchmarks", PACKAGE.parent / "scripts"):
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                    first = (ast.get_docstring(node) or "-").split()[0]
+                    if first in ("What", "Whether", "Which"):
+                        found.append(f"{path.relative_to(PACKAGE.parent)}:{node.body[0].lineno}")
+    assert not found, "\n".join(found)
+
+
 WITHOUT_HOROVOD = """
 import importlib.util, runpy, sys
 sys.modules["horovod"] = None
