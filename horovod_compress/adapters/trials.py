@@ -17,9 +17,9 @@ _TURNS = 4
 # The steps of those that count.
 _ENOUGH = _TURNS * (_STEPS - 1)
 RULE = (
-    "the first candidate, the dense one, stays unless another one's median step is shorter by more "
-    "than the margin and by more than the interquartile ranges of both together, over eight steps "
-    "or more of each, or unless every step with the dense one took more than twice that median"
+    "another candidate than the first, the dense one, wins if its median step is shorter by more "
+    "than the margin and by more than both interquartile ranges together, with eight steps of "
+    "each, or if every dense step took over twice its median"
 )
 
 

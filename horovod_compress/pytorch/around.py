@@ -108,9 +108,9 @@ class OptimizerAround(torch.optim.Optimizer):
     @torch.compiler.disable
     @torch.no_grad()
     def take_part(self) -> None:
-        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
-        without data or late, while others come to the end of their steps. All ranks must exchange
-        equally often."""
+        """Exchanges now, with what local steps have added so far, or with nothing. Call it on a
+        rank that has no data left, or is behind, when the other ranks end a round. All ranks must
+        exchange equally often."""
         self._begin()
         self._exchange()
 
