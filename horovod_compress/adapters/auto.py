@@ -240,10 +240,10 @@ class Automatic(Unbound):
     """A compression for hvd.DistributedOptimizer that chooses among candidates while training
     begins, as `Trials` says.
 
-    It weighs speed only, not how well a candidate trains. Another candidate than the first, the
-    dense one, wins if its median step is shorter by more than the margin and by more than both
-    interquartile ranges together, with eight steps of each, or if every dense step took over twice
-    its median. Candidates take turns of three steps, of which the first does not count.
+    It weighs speed only, not how well a candidate trains. The rule: another candidate than the
+    first, the dense one, wins if its median step is shorter by more than the margin and by more
+    than both interquartile ranges together, with eight steps of each, or if every dense step took
+    over twice its median. Candidates take turns of three steps, of which the first does not count.
 
     Each step that is tried is a step of training, and what a candidate has held back goes on with
     the next: nothing is lost. How long a step takes is seen from one to the next, so all that
