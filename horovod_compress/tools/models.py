@@ -1,5 +1,4 @@
-"""Gradient shapes {name: shape} of known networks, in the order of layers: as in PyTorch, or in
-Keras where the name says so."""
+"""Gradient shapes {name: shape} of known networks, in the order of layers, as in PyTorch."""
 
 from typing import Dict, Tuple
 
@@ -59,30 +58,6 @@ def mobilenetv2() -> Shapes:
     return {**shapes, **_layer("classifier", 1000, 1280)}
 
 
-def keras_resnet50() -> Shapes:
-    """ResNet-50 as Keras has it, with biases in convolutions: 214 parameters, 25 583 592 floats."""
-    shapes: Shapes = {}
-    for name, shape in resnet50().items():
-        shapes[name] = _in_keras(shape)
-        if len(shape) == 4:
-            shapes[name.replace("weight", "bias")] = shape[:1]
-    return shapes
-
-
-def keras_mobilenetv2() -> Shapes:
-    """MobileNetV2 as Keras has it."""
-    return {name: _in_keras(shape) for name, shape in mobilenetv2().items()}
-
-
-def _in_keras(shape: Shape) -> Shape:
-    """A kernel's shape in Keras: extents in space first, outputs last. A depthwise convolution has
-    outputs of each channel last."""
-    if len(shape) < 2:
-        return shape
-    out, into, *space = shape
-    return (*space, out, 1) if space and into == 1 else (*space, into, out)
-
-
 def vgg16() -> Shapes:
     """VGG-16: 32 parameters, 138 357 544 floats (Simonyan and Zisserman, arXiv 1409.1556)."""
     shapes: Shapes = {}
@@ -133,5 +108,4 @@ def bert(width: int = 768, inner: int = 3072) -> Shapes:
     return {**shapes, **_layer("pooler.dense", width, width)}
 
 
-_KNOWN = resnet50, mobilenetv2, vgg16, lstm, bert, keras_resnet50, keras_mobilenetv2
-MODELS = {model.__name__.replace("_", "-"): model for model in _KNOWN}
+MODELS = {model.__name__: model for model in (resnet50, mobilenetv2, vgg16, lstm, bert)}
