@@ -2,7 +2,6 @@
 reading and writing the same memory."""
 
 import argparse
-import functools
 import math
 import statistics
 import time
@@ -24,7 +23,7 @@ from ..transport.base import SMALL, Transport
 from . import arguments
 from .gradients import load_gradients, random_gradients
 from .models import MODELS
-from .printing import console, digits, progress_bar, table, write_json
+from .printing import console, digits, table, with_progress, write_json
 
 # Steps that touch new memory, not measured.
 WARMUP = 3
@@ -117,16 +116,11 @@ def _run(options: argparse.Namespace) -> None:
             measure(compressor, [{"w": np.eye(40, dtype=np.float32)}], options.ranks, 1)
     except ValueError as error:
         options.parser.error(str(error))
-    results = []
-    with progress_bar() as progress:
-        steps = len(compressors) * (WARMUP + options.steps)
-        task = progress.add_task("preparing gradients", total=steps)
-        gradients = gradients or random_gradients(MODELS[name](), options.seed)
-        for spec, compressor in compressors.items():
-            progress.update(task, description=spec)
-            advance = functools.partial(progress.advance, task)
-            measured = measure(compressor, gradients, options.ranks, options.steps, advance)
-            results.append({"spec": spec, **measured})
+    gradients = gradients or random_gradients(MODELS[name](), options.seed)
+    results = [
+        {"spec": spec, **measure(compressors[spec], gradients, options.ranks, options.steps)}
+        for spec in with_progress(compressors)
+    ]
     run = {
         "gradients": name,
         "tensors": len(gradients[0]),
@@ -203,7 +197,6 @@ def measure(
     gradients: Sequence[Named],
     ranks: int,
     steps: int,
-    progress: Callable[[], Any] = lambda: None,
     local_size: int = 1,
 ) -> Dict[str, Any]:
     """Measures a compression on one of several ranks, which all send the same.
@@ -213,7 +206,6 @@ def measure(
         gradients: by name, of one or more steps, which take turns.
         ranks: number of ranks.
         steps: measured steps, after `WARMUP` others.
-        progress: called after each step.
         local_size: ranks of a host, for `hosts=true`. Other ranks' parts then stay zero, and the
             error says nothing.
 
@@ -237,7 +229,7 @@ def measure(
     echo = Echo(ranks)
     tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
     exchange = Exchange(compressor, echo, tensors, machine=Machine.alone(ranks, local_size))
-    before, seconds, error = _take_steps(exchange, echo, gradients, steps, progress)
+    before, seconds, error = _take_steps(exchange, echo, gradients, steps)
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
     # None are gathered where those of so many ranks would be more bytes than a dense exchange.
@@ -265,7 +257,6 @@ def _take_steps(
     echo: Echo,
     gradients: Sequence[Named],
     steps: int,
-    progress: Callable[[], Any],
 ) -> Tuple[Stats, List[Tuple[float, float, float]], float]:
     """Takes steps, with a warm-up. Returns the statistics before the measured ones; the seconds to
     encode, decode and stream in each; and the error of the first step."""
@@ -288,7 +279,6 @@ def _take_steps(
             error = _relative_error(grads, given)
         if step >= WARMUP:
             seconds.append((encode, decode, _time_streaming(streams)))
-        progress()
     return before, seconds, error
 
 

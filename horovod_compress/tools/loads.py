@@ -3,7 +3,7 @@ extrapolated to many."""
 
 import dataclasses
 import math
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
 from ..compressors import collective_of
 from ..compressors.dense import dense_compressor
@@ -63,7 +63,6 @@ def measured(
     model: Model,
     gradients: Sequence[Named],
     counts: Sequence[int],
-    progress: Callable[[], Any] = lambda: None,
     local_size: int = 1,
 ) -> List[Load]:
     """A compression's load in a step of the model, for each number of ranks.
@@ -76,7 +75,6 @@ def measured(
         model: whose step it is.
         gradients: of some steps, by name, as `Model.gradients` makes them.
         counts: numbers of ranks.
-        progress: called after each measured step.
         local_size: ranks of a machine.
 
     Returns:
@@ -91,7 +89,7 @@ def measured(
     size = local_size if alone.policy.hosts else 1
 
     def measure(ranks: int) -> Load:
-        return _measured(alone, model, gradients, ranks, progress, size)
+        return _measured(alone, model, gradients, ranks, size)
 
     if collective_of(alone) != "allgather" or (
         len(counts) == 1 and not splits and counts[0] <= size * _MANY
@@ -112,11 +110,10 @@ def _measured(
     model: Model,
     gradients: Sequence[Named],
     ranks: int,
-    progress: Callable[[], Any],
     local_size: int,
 ) -> Load:
     """The load with this number of ranks, all of whose payloads are decoded."""
-    found = bench.measure(compressor, gradients, ranks, STEPS, progress, local_size)
+    found = bench.measure(compressor, gradients, ranks, STEPS, local_size)
     rounds = len(compressor.collectives(ranks)) - 1 + (local_size > 1)
     # Of small tensors, which hide nothing.
     dense_rounds = len(dense_compressor(compressor.policy.dense, 0).collectives(ranks)) - 1

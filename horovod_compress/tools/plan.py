@@ -5,9 +5,9 @@ import functools
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from ..compressors.advice import ADVICE
-from . import arguments, bench, loads, prediction
-from .cost import MOST_RANKS, Load, Network
-from .printing import console, digits, progress_bar, table, write_json
+from . import arguments, loads, prediction
+from .cost import MOST_RANKS, Network
+from .printing import console, digits, table, with_progress, write_json
 
 _COLUMNS = {
     # {title: function that formats a prediction}.
@@ -152,7 +152,11 @@ def _run(options: argparse.Namespace) -> None:
             refuse(f"--local-size: {ranks} ranks are not hosts of {options.local_size}")
     model, rate = model_of(options), options.link or 1e9
     latency = 1e-3 * (0.1 if options.latency is None else options.latency)
-    measured = _measure_loads(options, compressors, model, counts)
+    gradients = model.gradients()
+    found_loads = {
+        spec: loads.measured(compressors[spec], model, gradients, counts, options.local_size)
+        for spec in with_progress(compressors)
+    }
 
     def network(ranks: int, factor: float) -> Network:
         links = found.faster(factor) if found else Network.of_link(factor * rate, latency)
@@ -161,7 +165,7 @@ def _run(options: argparse.Namespace) -> None:
     runs = [
         prediction.predict(
             model,
-            {spec: its[i] for spec, its in measured.items()},
+            {spec: its[i] for spec, its in found_loads.items()},
             functools.partial(network, ranks),
             1e-3 * options.backward,
         )
@@ -173,27 +177,6 @@ def _run(options: argparse.Namespace) -> None:
     known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
     if not write_json({**(several if len(runs) > 1 else runs[0]), **known}, options.json):
         show_predictions(runs, None if found else rate)
-
-
-def _measure_loads(
-    options: argparse.Namespace,
-    compressors: Dict[str, Any],
-    model: loads.Model,
-    counts: Sequence[int],
-) -> Dict[str, List[Load]]:
-    """{spec: its load for each number of ranks}, measured behind a progress bar."""
-    with progress_bar() as progress:
-        # The most that one spec may take. Most take less.
-        each = max(2, len(counts)) * (bench.WARMUP + loads.STEPS)
-        task = progress.add_task("preparing gradients", total=len(compressors) * each)
-        gradients, measured = model.gradients(), {}
-        for done, (spec, compressor) in enumerate(compressors.items()):
-            progress.update(task, description=spec, completed=done * each)
-            advance = functools.partial(progress.advance, task)
-            measured[spec] = loads.measured(
-                compressor, model, gradients, counts, advance, options.local_size
-            )
-    return measured
 
 
 def show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> None:

@@ -3,7 +3,7 @@
 import json
 import pathlib
 import sys
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any, Collection, Iterable, Optional, Sequence
 
 
 def printable(text: str) -> str:
@@ -39,19 +39,13 @@ def table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[
     return made
 
 
-def progress_bar() -> Any:
-    """Rich's, on standard error, and only on a terminal."""
-    from rich import progress
+def with_progress(items: Collection[Any]) -> Iterable[Any]:
+    """The items, one after the other, behind a progress bar: on standard error, and only on a
+    terminal."""
+    from rich.progress import track
 
-    return progress.Progress(
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        console=console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
+    hidden = not sys.stderr.isatty()
+    return track(items, "measuring", console=console(stderr=True), transient=True, disable=hidden)
 
 
 def digits(number: Optional[float]) -> str:

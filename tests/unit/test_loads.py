@@ -92,15 +92,15 @@ def test_a_step_is_one_after_the_warmup():
 
 
 def test_gathered_payloads_are_measured_with_two_numbers_of_ranks(monkeypatch):
-    original, asked, steps = loads._measured, [], []
+    original, asked = loads._measured, []
 
     def noted(compressor, model, gradients, ranks, *rest):
         asked.append(ranks)
         return original(compressor, model, gradients, ranks, *rest)
 
     monkeypatch.setattr(loads, "_measured", noted)
-    measured("topk", [2, 64, MANY], progress=lambda: steps.append(1))
-    assert asked == [2, 8] and len(steps) == 2 * (bench.WARMUP + loads.STEPS)
+    measured("topk", [2, 64, MANY])
+    assert asked == [2, 8]
 
 
 def test_one_rank_of_many_takes_no_memory_of_the_others():
