@@ -1,12 +1,12 @@
 """AdaComp (Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, AAAI 2018, arXiv 1712.02679)."""
 
 import dataclasses
-from typing import Tuple, Union
+from typing import List, Sequence, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from .base import Asking, Step, Traits
+from .base import Step, Traits
 from .options import Auto, Count, Number, option
 from .selective import GatheringCompressor
 from .state import LOCAL, State
@@ -61,19 +61,21 @@ class AdaComp(GatheringCompressor):
         length = _CONVOLUTION if _is_convolution(shape) else _FULLY_CONNECTED
         return dataclasses.replace(self, bin_length=length) if self.bin_length == "auto" else self
 
-    def encode(self, grad: np.ndarray, state: AdaCompState, step: Step) -> Asking[kernels.Encoded]:
-        indices, scale = state.pending
-        encoded = yield from kernels.encode_adacomp(
-            grad,
-            state.arrays["residual"],
-            indices,
-            sent_scale=scale,
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[AdaCompState], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        payloads = kernels.of(grads[0]).encode_adacomp(
+            grads,
+            [state.arrays["residual"] for state in states],
+            [state.pending[0] for state in states],
+            sent_scale=[state.pending[1] for state in states],
             bin_length=self.bin_length,
             scale_factor=self.scale_factor,
         )
-        # The kernel has subtracted it.
-        state.pending, state.sent = _NOTHING, encoded.undo
-        return encoded
+        for state, payload in zip(states, payloads):
+            # The kernel has subtracted it.
+            state.pending, state.sent = _NOTHING, payload.undo
+        return payloads
 
     def commit(self, state: AdaCompState) -> None:
         if state.sent is not None:
@@ -86,13 +88,13 @@ class AdaComp(GatheringCompressor):
 
 
 def _is_convolution(shape: Tuple[int, ...]) -> bool:
-    """Whether a tensor has the shape of a convolution's kernel: two dimensions of channels, and
-    small extents in space, which come last (PyTorch) or first (Keras). Two or three extents count
-    as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have no
-    such end where the key size is larger. A single extent can look like the heads or the key size
-    of an attention kernel, (d, heads, key) or (heads, key, d). So it must be odd and from 3 to 63,
-    which heads and key sizes hardly ever are, or come last and be at most 15, which is below key
-    sizes. A shape with heads·key = d is attention."""
+    """Returns whether a tensor has the shape of a convolution's kernel: two dimensions of channels,
+    and small extents in space, which come last (PyTorch) or first (Keras). Two or three extents
+    count as small up to 32 each. Attention kernels of as many dimensions, (d, 3, heads, key), have
+    no such end where the key size is larger. A single extent can look like the heads or the key
+    size of an attention kernel, (d, heads, key) or (heads, key, d). So it must be odd and from 3 to
+    63, which heads and key sizes hardly ever are, or come last and be at most 15, which is below
+    key sizes. A shape with heads·key = d is attention."""
     extents = len(shape) - 2
     if extents < 1:
         return False

@@ -1,4 +1,4 @@
-"""Which compression to start with: one recommendation a situation, and how far it was measured."""
+"""The compression to start with: one recommendation a situation, and how far it was measured."""
 
 from typing import NamedTuple, Optional
 
@@ -23,7 +23,7 @@ class Advice(NamedTuple):
 
     @property
     def use(self) -> str:
-        """What to write, as Markdown."""
+        """The argument to write, as Markdown."""
         if self.every is None:
             use = f"`{self.spec}`"
         else:

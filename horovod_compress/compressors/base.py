@@ -3,18 +3,18 @@ nothing of frameworks or networks."""
 
 import dataclasses
 import functools
-import inspect
 import math
 import zlib
-from abc import ABC, abstractmethod
-from types import GeneratorType
+from abc import ABC
 from typing import (
     Any,
     ClassVar,
     Dict,
     Generator,
+    List,
     NamedTuple,
     Optional,
+    Sequence,
     Tuple,
     Type,
     TypeVar,
@@ -24,8 +24,8 @@ from typing import (
 import numpy as np
 
 from .. import kernels
-from ..protocol.requests import FLOAT32, Collective, Exchanged, Payload, ToReducer
-from .plainly import plain_where_it_can
+from ..protocol.requests import FLOAT32, Collective, Payload, ToReducer
+from .groups import Encodings, complete, in_lockstep
 from .policy import Policy
 
 # All of them, because other packages' algorithms import them from here.
@@ -40,26 +40,16 @@ LARGEST = float(np.finfo(np.float32).max)
 # A learning rate below counts as 0.
 NO_RATE = 1e-30
 Result = TypeVar("Result")
-# A method that asks first: for a collective, or by `yield from kernels.…` for a kernel.
-Asking = Generator[Union[Exchanged, kernels.DeviceCall], Any, Result]
+# A method that needs collectives first: yields them, and is sent what comes of each.
+Asking = Generator[Any, Any, Result]
 Encoding = Union[Payload, Asking[Payload]]
-Decoded = Union[bool, Asking[bool]]
 # The State that an algorithm's own `init` makes. Its methods may say of which class that is.
 OwnState = Any
-_OURS = __name__.partition(".")[0] + "."
-# The methods that may be generators.
-_MAY_ASK = {"encode", "decode", "decode_dense", "add"}
-
-
-def result_of(returned: Any) -> Asking[Any]:
-    """A generator of the result of a compressor's method, which returns it plainly or is one
-    itself: the one place that knows both."""
-    return (yield from returned) if isinstance(returned, GeneratorType) else returned
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What an algorithm may know of the step it works in.
+    """A step, as far as an algorithm may know it.
 
     index is the number of the step, from 0. rank and size are this rank and the number of ranks.
     scale is the factor by which this rank's gradient is to be multiplied, by local clipping for
@@ -89,8 +79,17 @@ class Step:
         return self.lr is not None and self.lr < NO_RATE
 
 
+def with_fields(steps: Sequence[Step], **fields: Any) -> List[Step]:
+    """Steps with other values of these fields."""
+    changed: Dict[int, Step] = {}
+    for step in steps:
+        if id(step) not in changed:
+            changed[id(step)] = dataclasses.replace(step, **fields)
+    return [changed[id(step)] for step in steps]
+
+
 class Traits(NamedTuple):
-    """What others have to know of an algorithm, whatever its options are.
+    """Traits of an algorithm that others have to know, whatever its options are.
 
     number: the id on the wire: below 128 this package's own, which state it; above, it follows from
     the id; paper: what it implements; on_device: whether the kernels on a device are all that it
@@ -120,7 +119,7 @@ class Traits(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Compressor(ABC):
+class Compressor(ABC):  # noqa: B024
     """One algorithm with its options. Options are attributes, repr is a valid constructor call, and
     equality compares options.
 
@@ -156,14 +155,11 @@ class Compressor(ABC):
         if own.get("id") and cls.traits.number < 0:
             number = 128 + zlib.crc32(own["id"].encode()) % 128
             cls.traits = cls.traits._replace(number=number)
-        # A method of this package that is no generator asks for nothing on the CPU.
-        for name in _MAY_ASK & own.keys():
-            if not cls.__module__.startswith(_OURS) or inspect.isgeneratorfunction(own[name]):
-                setattr(cls, name, plain_where_it_can(own[name]))
+        complete(cls)
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """What others than the algorithm need of its options."""
+        """The options that others than the algorithm need."""
         its = (name for name in Policy._fields if hasattr(self, name))
         return Policy(**{name: getattr(self, name) for name in its})
 
@@ -198,16 +194,28 @@ class Compressor(ABC):
             name, {array: zeros(math.prod(shape)) for array in self.roles}
         )
 
-    @abstractmethod
     def encode(self, grad: np.ndarray, state: OwnState, step: Step) -> Encoding:
-        """This rank's payload: ToReducer or Allreduce, of `horovod_compress.protocol.requests`, or
-        Encoded. grad is flat float32, and this method may change it; where it returns Encoded it
-        leaves grad zero, because payloads are added there. It is a generator where it asks for
-        something first.
-        Where ranks must agree it yields an Allreduce, Allgather or Alltoall, and is sent the
-        result; all tensors of a step go through these rounds together. By
-        `yield from kernels.NAME(…)` it calls a kernel, together with other tensors where gradients
-        are on a device. A ToReducer after a request is summed as an Allreduce is."""
+        """Encodes one tensor; `encode_all` does so for tensors that come together. A class
+        overrides one of them.
+
+        grad is flat float32, and may be changed. Where Encoded is returned it is zero afterwards,
+        because payloads are added there. A generator where ranks must agree first: it yields an
+        Allreduce, Allgather or Alltoall, and is sent the result. All tensors of a group go through
+        these rounds together.
+
+        Returns:
+            This rank's payload: ToReducer or Allreduce, of `horovod_compress.protocol.requests`, or
+            Encoded. A ToReducer after a request is summed as an Allreduce is.
+        """
+        raise NotImplementedError(f"{self.id} needs a method encode")
+
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[OwnState], steps: Sequence[Step]
+    ) -> Encodings:
+        """Encodes tensors as `encode` does each of them. Their steps differ in squares, lr and base
+        alone. A generator yields a list of requests, one for each tensor, or None for one that asks
+        no more, and is sent a list of results."""
+        return in_lockstep([self.encode(*each) for each in zip(grads, states, steps)])
 
     def after_warmup(self) -> "Compressor":
         """This compressor as it is in the last stage of a schedule, in all steps."""
@@ -218,9 +226,12 @@ class Compressor(ABC):
         depend on the gradients. The exchange compares them with those of a dense exchange."""
         return None
 
-    def encode_dense(
-        self, grad: np.ndarray, state: OwnState, step: Step
-    ) -> Union[ToReducer, Asking[ToReducer]]:
+    def stage(self, index: int) -> Any:
+        """Stands for what `payload_bits` depends on beside the number of elements: alike for steps
+        in which payloads have equal sizes."""
+        return index if type(self).payload_bits is not Compressor.payload_bits else None
+
+    def encode_dense(self, grad: np.ndarray, state: OwnState, step: Step) -> Encoding:
         """The residual plus the gradient, as a ToReducer payload. The exchange calls this instead
         of `encode` where gathered payloads would move more bytes."""
         state.all_sent = True
@@ -236,9 +247,7 @@ class Compressor(ABC):
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         """Adds the finite elements of the gradient to the residual and leaves the gradient zero.
         Returns whether all were finite."""
-        return kernels.of(grad).add_to_residual(grad, None, self.residual(state), scale=step.scale)[
-            1
-        ]
+        return accumulate_all([grad], [self.residual(state)], step.scale)[0]
 
     def forget_sent(self, state: OwnState) -> None:
         """Clears the residual, after a dense step that succeeded."""
@@ -248,36 +257,54 @@ class Compressor(ABC):
 
     def decode(
         self, summed: np.ndarray, out: np.ndarray, state: OwnState, step: Step, scale: float
-    ) -> Decoded:
+    ) -> bool:
         """Decodes the sum of the ranks' Allreduce payloads, times scale, into `out`, the gradient's
-        memory. Returns whether that is finite; it may call kernels as `encode` does, and so may
-        `decode_dense` and `add`."""
+        memory. Returns whether that is finite."""
         raise NotImplementedError(
             f"{self.id} returns Allreduce payloads, so it needs a method decode"
         )
 
+    def decode_all(
+        self,
+        summed: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[OwnState],
+        steps: Sequence[Step],
+        scale: float,
+    ) -> List[bool]:
+        """Decodes sums of tensors as `decode` does each of them."""
+        return [self.decode(*each, scale) for each in zip(summed, outs, states, steps)]
+
     def decode_dense(
         self, reduced: np.ndarray, out: np.ndarray, state: OwnState, scale: float
-    ) -> Decoded:
-        """Writes the reduced ToReducer payloads, times scale, into `out`, which may be the same
-        array. Returns whether that is finite."""
-        if reduced.dtype != FLOAT32:
-            return _multiplied(out, scale, kernels.decode_float16(reduced.view(np.uint16), out))
-        if reduced is not out:
-            np.copyto(out, reduced)
-        # Plainly on the CPU, because this comes for every tensor that goes dense.
-        if isinstance(out, np.ndarray):
-            return multiply(out, scale, kernels.cpu.max_abs(out))
-        return _multiplied(out, scale, kernels.max_abs(out))
+    ) -> bool:
+        """Writes the reduced ToReducer payload, times scale, into `out`, which may be the same
+        array; `decode_dense_all` does so for tensors that come together. A class overrides one of
+        them. Returns whether that is finite."""
+        return Compressor.decode_dense_all(self, [reduced], [out], [state], scale)[0]
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
+    def decode_dense_all(
+        self,
+        reduced: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[OwnState],
+        scale: float,
+    ) -> List[bool]:
+        """Writes reduced ToReducer payloads, of one type, as `decode_dense` does each of them."""
+        return decode_dense(reduced, outs, scale)
+
+    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
-        is zero before the first rank's. Returns whether the sum is finite. Raises ValueError for a
-        body that `encode` cannot have made. Bodies are sparse unless a subclass says otherwise."""
-        # Plainly on the CPU, because this comes for every payload of every rank.
-        if isinstance(out, np.ndarray):
-            return kernels.cpu.decode_add_sparse(out, body, scale=scale)
-        return kernels.decode_add_sparse(out, body, scale=scale)
+        is zero before the first rank's; `add_all` does so for tensors that come together. A class
+        overrides one of them, unless bodies are sparse. Returns whether the sum is finite. Raises
+        ValueError for a body that `encode` cannot have made."""
+        return Compressor.add_all(self, [body], [out], scale)[0]
+
+    def add_all(
+        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+    ) -> List[bool]:
+        """Adds one rank's bodies as `add` does each of them."""
+        return kernels.of(outs[0]).decode_add_sparse(outs, bodies, scale=scale)
 
     def residual(self, state: State) -> Optional[np.ndarray]:
         """The residual, up to date only after `apply_pending`; None where the algorithm keeps
@@ -292,7 +319,7 @@ class Compressor(ABC):
         alike."""
         for array, indices, values, replace in state.rollbacks:
             if indices is None:
-                kernels.at_once(self.add(values, state.arrays[array], 1.0))
+                self.add(values, state.arrays[array], 1.0)
             elif replace:
                 state.arrays[array][indices] = values
             else:
@@ -303,15 +330,43 @@ class Compressor(ABC):
         next `encode`."""
 
 
+def scale_all(grads: Sequence[np.ndarray], factor: float) -> None:
+    """Multiplies gradients by a factor, in place."""
+    if factor != 1:
+        for grad in grads:
+            grad *= np.float32(factor)
+
+
+def accumulate_all(
+    grads: Sequence[np.ndarray], residuals: Sequence[Optional[np.ndarray]], scale: float
+) -> List[bool]:
+    """Adds to residuals the finite elements of gradients, times scale, and leaves the gradients
+    zero. Returns of each whether all were finite."""
+    added = kernels.of(grads[0]).add_to_residual(grads, None, residuals, scale=scale)
+    return [finite for _, finite in added]
+
+
+def decode_dense(
+    reduced: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+) -> List[bool]:
+    """Writes reduced arrays, of float32 or float16, times scale, into others, which may be the
+    same. Returns of each whether it is finite."""
+    of = kernels.of(outs[0])
+    if reduced[0].dtype != FLOAT32:
+        largest = of.decode_float16([each.view(np.uint16) for each in reduced], outs)
+    else:
+        for each, out in zip(reduced, outs):
+            if each is not out:
+                np.copyto(out, each)
+        largest = of.max_abs(outs)
+    if scale == 1:
+        return [its <= LARGEST for its in largest]
+    return [multiply(out, scale, its) for out, its in zip(outs, largest)]
+
+
 def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
     """Multiplies by `scale` what has this largest magnitude. Returns whether that is finite."""
     if scale != 1:
         with np.errstate(over="ignore"):
             out *= np.float32(scale)
     return largest * abs(scale) <= LARGEST
-
-
-@plain_where_it_can
-def _multiplied(out: np.ndarray, scale: float, looking: Asking[float]) -> Asking[bool]:
-    """Multiplies by `scale`, when a kernel has looked for the largest magnitude."""
-    return multiply(out, scale, (yield from looking))

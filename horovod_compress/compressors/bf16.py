@@ -1,12 +1,13 @@
 """bfloat16: float32's range with 8 bits of precision."""
 
 import dataclasses
+from typing import List, Sequence
 
 import numpy as np
 
 from .. import kernels
-from .base import Asking, Compressor, Decoded, Step, Traits
-from .state import State
+from .base import Compressor, Step, Traits
+from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -29,13 +30,19 @@ class BFloat16(Compressor):
     def payload_bits(self, numel: int, step: Step) -> float:
         return 16
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
-        encoded = yield from kernels.encode_bf16(grad, state.buffer)
-        state.buffer = encoded.buffer
-        return encoded
+    def stage(self, index: int) -> None:
+        return None
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> Decoded:
-        # Plainly on the CPU, because this comes for every payload of every rank.
-        if isinstance(out, np.ndarray):
-            return kernels.cpu.decode_add_bf16(out, body, scale=scale)
-        return kernels.decode_add_bf16(out, body, scale=scale)
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        buffers = spares([state.buffer for state in states])
+        payloads = kernels.of(grads[0]).encode_bf16(grads, buffers)
+        for state, payload in zip(states, payloads):
+            state.buffer = payload.buffer
+        return payloads
+
+    def add_all(
+        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+    ) -> List[bool]:
+        return kernels.of(outs[0]).decode_add_bf16(outs, bodies, scale=scale)

@@ -4,7 +4,7 @@ Quesnelle, Kingma, arXiv 2411.19870)."""
 import dataclasses
 import functools
 import math
-from typing import Dict, Tuple, Union
+from typing import List, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -66,34 +66,42 @@ class DeMo(SelectiveCompressor):
             )
         return self
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
-        encoded = kernels.of(grad).encode_dct(
-            grad,
-            state.arrays["residual"],
-            **self._transform(grad.size),
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        payloads = kernels.of(grads[0]).encode_dct(
+            grads,
+            [state.arrays["residual"] for state in states],
+            *self._transforms(grads),
+            width=int(self.columns),
             k=self.k,
             decay=self.decay,
-            scale=step.scale,
+            scale=steps[0].scale,
             kind=self.values,
         )
-        state.rollbacks = [Rollback("residual", None, encoded.body)]
-        return encoded
+        for state, payload in zip(states, payloads):
+            state.rollbacks = [Rollback("residual", None, payload.body)]
+        return payloads
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         state.arrays["residual"] *= np.float32(self.decay)
         return super().accumulate(grad, state, step)
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        return kernels.of(out).decode_add_dct(out, body, **self._transform(out.size), scale=scale)
+    def add_all(
+        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+    ) -> List[bool]:
+        return kernels.of(outs[0]).decode_add_dct(
+            outs, bodies, *self._transforms(outs), width=int(self.columns), scale=scale
+        )
 
-    def _transform(self, numel: int) -> Dict[str, Union[np.ndarray, int]]:
-        """The kernels' arguments that say how a tensor is cut and transformed."""
+    def _transforms(
+        self, tensors: Sequence[np.ndarray]
+    ) -> Tuple[List[np.ndarray], List[np.ndarray]]:
+        """The matrices that transform rows, and those that transform columns, of the chunks that
+        tensors are cut into."""
         width = int(self.columns)
-        return {
-            "rows": _dct(_divisor(numel // width, self.chunk)),
-            "columns": _dct(_divisor(width, self.chunk)),
-            "width": width,
-        }
+        rows = [_dct(_divisor(tensor.size // width, self.chunk)) for tensor in tensors]
+        return rows, [_dct(_divisor(width, self.chunk))] * len(tensors)
 
 
 @functools.lru_cache(maxsize=None)

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import math
-from typing import ClassVar, Optional, Tuple
+import operator
+from typing import ClassVar, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Collective, ToReducer
-from .base import Asking, Compressor, Encoding, Step, Traits, result_of
+from .base import Compressor, Encodings, Step, Traits
 from .dense import dense_compressor
 from .none import NoCompression
 from .options import Count, Flag, Number, OneOf, Schedule, ZeroOrCount, option
@@ -123,7 +124,7 @@ class DGC(TopK):
 
     @property
     def _factor(self) -> float:
-        """What u is, over SGD's buffer."""
+        """u over SGD's buffer."""
         return self.m if self.nesterov else 1.0
 
     def apply_pending(self, state: State) -> None:
@@ -133,31 +134,34 @@ class DGC(TopK):
             u *= np.float32(self._factor / state.factor)
             state.factor = self._factor
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        self.apply_pending(state)
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        factor, masking = self._factor, self.masking
+        for state in states:
+            if state.factor != factor:
+                self.apply_pending(state)
         # At a rate of 0 u is as SGD's buffer: nothing that is sent has any effect.
-        masks = self.masking and not step.frozen
-        masked = self._masked(state.arrays["v"].size, step) if masks else 0
-        return self.select(grad, state, step, self.m, bool(self.nesterov), masked)
-
-    def _masked(self, numel: int, step: Step) -> int:
-        """The number of elements in chunks of more than k: those behind are all sent."""
-        chunk, k = self.entries(numel, step.index)
-        whole = numel if k == chunk else numel % chunk
-        return numel - whole if k == chunk or whole <= k else numel
+        masks = [masking and (step.lr is None or not step.frozen) for step in steps]
+        return self.select(grads, states, steps, self.m, bool(self.nesterov), masks)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         self.apply_pending(state)
-        u, v = state.arrays.get("u") if self.m else None, state.arrays["v"]
-        return kernels.of(grad).add_to_residual(
-            grad, u, v, momentum=self.m, nesterov=bool(self.nesterov), scale=step.scale
-        )[1]
+        ((_, finite),) = kernels.of(grad).add_to_residual(
+            [grad],
+            [state.arrays["u"]] if self.m else None,
+            [state.arrays["v"]],
+            momentum=self.m,
+            nesterov=bool(self.nesterov),
+            scale=step.scale,
+        )
+        return finite
 
 
 @dataclasses.dataclass
 class DenseMomentumState(QuantizerState):
-    """What the dense compressor needs, a quantizer at the most. spare is memory for the next step's
-    momentum; `sent` refers to it until that step is committed."""
+    """The state of the dense compressor, a quantizer at the most. spare is memory for the next
+    step's momentum; `sent` refers to it until that step is committed."""
 
     spare: Optional[np.ndarray] = None
 
@@ -189,8 +193,10 @@ class DenseMomentum(NoCompression):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return self.dense.collectives(size)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        return self.dense.encode(grad, state, step)
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Encodings:
+        return self.dense.encode_all(grads, states, steps)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
         return DenseMomentumState(name, {"u": zeros(math.prod(shape))} if self.momentum else {})
@@ -198,38 +204,52 @@ class DenseMomentum(NoCompression):
     def encode_dense(self, grad: np.ndarray, state: State, step: Step) -> ToReducer:
         return ToReducer(grad)  # Not all is sent: u remains.
 
-    def decode(
+    def decode_all(
         self,
-        summed: np.ndarray,
-        out: np.ndarray,
-        state: DenseMomentumState,
-        step: Step,
+        summed: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[DenseMomentumState],
+        steps: Sequence[Step],
         scale: float,
-    ) -> Asking[bool]:
-        finite = yield from result_of(self.dense.decode(summed, out, state, step, scale))
-        return (yield from self._move(out, state, finite))
+    ) -> List[bool]:
+        return self._move(outs, states, self.dense.decode_all(summed, outs, states, steps, scale))
 
-    def decode_dense(
-        self, reduced: np.ndarray, out: np.ndarray, state: DenseMomentumState, scale: float
-    ) -> Asking[bool]:
+    def decode_dense_all(
+        self,
+        reduced: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[DenseMomentumState],
+        scale: float,
+    ) -> List[bool]:
         # Momentum looks itself whether what needs nothing else is finite.
-        finite = scale == 1 and reduced is out and self.momentum > 0
-        if not finite:
-            finite = yield from result_of(self.dense.decode_dense(reduced, out, state, scale))
-        return (yield from self._move(out, state, finite))
+        if self.momentum and scale == 1 and all(map(operator.is_, reduced, outs)):
+            return self._move(outs, states, [True] * len(outs))
+        return self._move(outs, states, self.dense.decode_dense_all(reduced, outs, states, scale))
 
-    def _move(self, out: np.ndarray, state: DenseMomentumState, finite: bool) -> Asking[bool]:
-        """Gives the mean gradient momentum, where it is finite."""
-        if not self.momentum or not finite:
+    def _move(
+        self,
+        outs: Sequence[np.ndarray],
+        states: Sequence[DenseMomentumState],
+        finite: List[bool],
+    ) -> List[bool]:
+        """Gives mean gradients momentum, where they are finite."""
+        if not self.momentum:
             return finite
-        u = state.arrays["u"]
-        spare = state.spare = (
-            np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
+        us = [state.arrays["u"] for state in states]
+        for state, u in zip(states, us):
+            state.spare = (
+                np.empty_like(u) if state.spare is None else kernels.beside(state.spare, u)
+            )
+        moved = kernels.of(outs[0]).apply_momentum(
+            outs,
+            us,
+            [state.spare for state in states],
+            momentum=self.momentum,
+            nesterov=self.nesterov,
         )
-        finite = yield from kernels.apply_momentum(
-            out, u, spare, momentum=self.momentum, nesterov=self.nesterov
-        )
-        state.sent = spare if finite else None
+        for i, state in enumerate(states):
+            finite[i] = finite[i] and moved[i]
+            state.sent = state.spare if finite[i] else None
         return finite
 
     def commit(self, state: DenseMomentumState) -> None:

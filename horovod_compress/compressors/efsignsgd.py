@@ -1,7 +1,7 @@
 """EF-SignSGD (Karimireddy, Rebjock, Stich, Jaggi, ICML 2019, arXiv 1901.09847)."""
 
 import dataclasses
-from typing import Optional
+from typing import List, Optional, Sequence
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from .. import kernels
 from .base import Step, Traits
 from .options import Flag, option
 from .selective import ErrorFeedback
-from .state import State
+from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,14 +45,28 @@ class EFSignSGD(ErrorFeedback):
     def payload_bits(self, numel: int, step: Step) -> float:
         return 1
 
-    def pack(
-        self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step
-    ) -> kernels.Encoded:
-        encoded = kernels.of(grad).encode_one_bit(
-            grad, residual, state.buffer, growth=self.growth(state, step), symmetric=self.symmetric
-        )
-        state.buffer = encoded.buffer
-        return encoded
+    def stage(self, index: int) -> None:
+        return None
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        return kernels.of(out).decode_add_one_bit(out, body, scale=scale)
+    def pack_all(
+        self,
+        grads: Sequence[np.ndarray],
+        residuals: Sequence[np.ndarray],
+        states: Sequence[State],
+        steps: Sequence[Step],
+    ) -> List[kernels.Encoded]:
+        payloads = kernels.of(grads[0]).encode_one_bit(
+            grads,
+            residuals,
+            spares([state.buffer for state in states]),
+            growth=[self.growth(*each) for each in zip(states, steps)],
+            symmetric=self.symmetric,
+        )
+        for state, payload in zip(states, payloads):
+            state.buffer = payload.buffer
+        return payloads
+
+    def add_all(
+        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+    ) -> List[bool]:
+        return kernels.of(outs[0]).decode_add_one_bit(outs, bodies, scale=scale)

@@ -2,13 +2,13 @@
 
 import dataclasses
 import warnings
-from typing import Tuple
+from typing import List, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..protocol.requests import FLOAT32, Collective, ToReducer
-from .base import Asking, Step, Traits, result_of
+from .base import Step, Traits
 from .none import NoCompression
 from .state import State
 
@@ -45,24 +45,30 @@ class Float16(NoCompression):
             else kernels.beside(state.buffer, grad)
         )
         if isinstance(grad, np.ndarray):
-            self._count_overflow(state, kernels.of(grad).encode_float16(grad, half.view(np.uint16)))
+            largest = kernels.of(grad).encode_float16([grad], [half.view(np.uint16)])
+            _count_overflows([state], largest)
         else:
-            # Horovod needs it at once. Overflow is looked for in `decode_dense`, in all tensors
-            # together, before results take the gradients' place.
+            # Horovod needs it at once. Overflow is looked for in `decode_dense_all`, before results
+            # take the gradients' place.
             np.copyto(half, grad)
         return ToReducer(half)
 
-    def decode_dense(
-        self, reduced: np.ndarray, out: np.ndarray, state: State, scale: float
-    ) -> Asking[bool]:
-        if not isinstance(out, np.ndarray) and reduced.dtype != FLOAT32:
-            self._count_overflow(state, (yield from kernels.max_abs(out)))
-        return (yield from result_of(super().decode_dense(reduced, out, state, scale)))
+    def decode_dense_all(
+        self,
+        reduced: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[State],
+        scale: float,
+    ) -> List[bool]:
+        if not isinstance(outs[0], np.ndarray) and reduced[0].dtype != FLOAT32:
+            _count_overflows(states, kernels.of(outs[0]).max_abs(outs))
+        return super().decode_dense_all(reduced, outs, states, scale)
 
-    @staticmethod
-    def _count_overflow(state: State, largest: float) -> None:
-        """Counts a gradient, by its largest magnitude, that is finite, and not in float16."""
-        if _INFINITE <= largest < np.inf:
+
+def _count_overflows(states: Sequence[State], largest: Sequence[float]) -> None:
+    """Counts gradients, by their largest magnitudes, that are finite, and not in float16."""
+    for state, its in zip(states, largest):
+        if _INFINITE <= its < np.inf:
             if not state.overflows:
                 warnings.warn(
                     f"horovod_compress: {state.name} has elements beyond {_LARGEST}, which are "

@@ -3,13 +3,13 @@
 
 import dataclasses
 import math
-from typing import Optional, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import Step, Traits
+from .base import Step, Traits, accumulate_all, scale_all
 from .options import Count, Flag, Number, OneOf, option
 from .selective import SelectiveCompressor
 from .state import LOCAL, Rollback, State
@@ -51,7 +51,7 @@ class SharedCoordinates(SelectiveCompressor):
 
     @property
     def sparse(self) -> bool:
-        """Whether only some coordinates are worked on."""
+        """True if only some coordinates are worked on."""
         return self.ratio is not None or self.k is not None
 
     def count(self, numel: int) -> int:
@@ -66,38 +66,47 @@ class SharedCoordinates(SelectiveCompressor):
         )
 
     def draw(
-        self, grad: np.ndarray, state: State, step: Step
-    ) -> Tuple[Optional[np.ndarray], np.ndarray, bool]:
-        """(indices, values, finite) of this step, moved out of the gradient or the residual. Where
-        indices is None, values are the gradient itself."""
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Tuple[Sequence[np.ndarray], List[bool]]:
+        """(values, finite) of each tensor's step, moved out of gradients or residuals, at
+        `State.indices`. Where that is None, values are the gradient itself."""
+        step, kernel = steps[0], kernels.of(grads[0])
         if not self.sparse:
-            if step.scale != 1:
-                grad *= np.float32(step.scale)
-            return None, grad, True
-        model = state.model if self.of == "model" else None
-        numel = grad.size if model is None else model.numel
-        count = self.count(numel)
-        sweep, block = divmod(step.index, -(-numel // count) if count else 1)
-        first = min(block * count, numel - count)
-        if model is not None:
-            indices = model.own(state.name, self.key("shared", sweep), first, count)
-        else:
-            indices = kernels.cpu.draw_coordinates(
-                key=self.key("shared", state.name, sweep), numel=numel, first=first, count=count
-            )
-        residual = state.arrays.get("residual")
-        if residual is None:
-            finite = kernels.of(grad).max_abs(grad) < np.inf
-            values = grad[indices]
-            values *= np.float32(step.scale * numel / max(count, 1))
-            grad.fill(0)
-        else:
-            finite = self.accumulate(grad, state, step)
-            _, _, values, _ = kernels.of(grad).take_entries(
-                indices, residual, None, kind="fp32", masked=0
-            )
-            state.rollbacks = [Rollback("residual", indices, values.copy())]
-        return indices, values, finite
+            scale_all(grads, step.scale)
+            return grads, [True] * len(grads)
+        for grad, state in zip(grads, states):
+            state.indices = self._coordinates(grad.size, state, step.index)
+        drawn = [state.indices for state in states]
+        if self.unbiased:
+            finite = [largest < np.inf for largest in kernel.max_abs(grads)]
+            values = [grad[indices] for grad, indices in zip(grads, drawn)]
+            for grad, state, its in zip(grads, states, values):
+                numel = self._numel(grad.size, state)
+                its *= np.float32(step.scale * numel / max(self.count(numel), 1))
+                grad.fill(0)
+            return values, finite
+        residuals = [state.arrays["residual"] for state in states]
+        finite = accumulate_all(grads, residuals, step.scale)
+        taken = kernel.take_entries(drawn, residuals, None, kind="fp32", masked=0)
+        for state, (indices, _, its, _) in zip(states, taken):
+            state.rollbacks = [Rollback("residual", indices, its.copy())]
+        return [its for _, _, its, _ in taken], finite
+
+    def _numel(self, numel: int, state: State) -> int:
+        """Of what the coordinates are that a tensor of numel elements has its own from."""
+        return state.model.numel if self.of == "model" and state.model is not None else numel
+
+    def _coordinates(self, numel: int, state: State, index: int) -> np.ndarray:
+        """Those of a tensor at a step."""
+        total = self._numel(numel, state)
+        count = self.count(total)
+        sweep, block = divmod(index, -(-total // count) if count else 1)
+        first = min(block * count, total - count)
+        if self.of == "model" and state.model is not None:
+            return state.model.own(state.name, self.key("shared", sweep), first, count)
+        return kernels.cpu.draw_coordinates(
+            key=self.key("shared", state.name, sweep), numel=total, first=first, count=count
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -127,20 +136,36 @@ class GlobalRandK(SharedCoordinates):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Allreduce:
-        state.indices, values, finite = self.draw(grad, state, step)
-        drawn = values.size
-        if self.of == "model":
-            values = np.append(values, np.float32(0))  # there may be none
-        if not finite:
-            values.fill(np.nan)  # the sum says so to all ranks
-        return Allreduce(values, elements=drawn)
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[Allreduce]:
+        payloads = []
+        for values, finite in zip(*self.draw(grads, states, steps)):
+            drawn = values.size
+            if self.of == "model":
+                values = np.append(values, np.float32(0))  # there may be none
+            if not finite:
+                values.fill(np.nan)  # the sum says so to all ranks
+            payloads.append(Allreduce(values, elements=drawn))
+        return payloads
 
-    def decode(
-        self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float
-    ) -> bool:
-        if self.of == "model" and (summed[-1] != 0 or not math.isfinite(scale)):
-            out.fill(np.nan)
-            return False
-        values = summed[:-1] if self.of == "model" else summed
-        return kernels.of(out).scatter_add(out, state.indices, values, scale=scale)
+    def decode_all(
+        self,
+        summed: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[State],
+        steps: Sequence[Step],
+        scale: float,
+    ) -> List[bool]:
+        of_model = self.of == "model"
+        finite = kernels.of(outs[0]).scatter_add(
+            outs,
+            [state.indices for state in states],
+            [values[:-1] for values in summed] if of_model else summed,
+            scale=scale,
+        )
+        for i, values in enumerate(summed if of_model else ()):
+            if values[-1] != 0 or not math.isfinite(scale):
+                outs[i].fill(np.nan)
+                finite[i] = False
+        return finite

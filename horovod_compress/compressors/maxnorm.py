@@ -4,12 +4,11 @@
 import dataclasses
 import functools
 import math
-from typing import List, Optional, Union
+from typing import List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
-from .base import Asking
 from .options import Count, OneOf, option
 from .quantizer import SharedScaleQuantizer
 
@@ -43,15 +42,16 @@ class MaxNorm(SharedScaleQuantizer):
     )
 
     @functools.cached_property
-    def steps(self) -> List[float]:
-        return [2.0**bits - 1 for bits in np.atleast_1d(self.bits).tolist()]
+    def steps(self) -> Tuple[float, ...]:
+        return tuple(2.0**bits - 1 for bits in np.atleast_1d(self.bits).tolist())
 
-    def norm_of(
-        self, values: np.ndarray, peaks: Optional[np.ndarray]
-    ) -> Union[float, Asking[float]]:
+    def norms_of(
+        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
+    ) -> List[float]:
+        kernel = kernels.of(values[0])
         if self.norm == "max":
-            return kernels.max_abs(values, peaks)
+            return kernel.max_abs(values, peaks)
         if peaks is not None:
-            kernels.of(values).max_abs(values, peaks)  # fills peaks
-        squares = kernels.of(values).squared_norm(values)
-        return math.sqrt(squares) if math.isfinite(squares) else math.inf
+            kernel.max_abs(values, peaks)  # fills peaks
+        squares = kernel.squared_norm(values)
+        return [math.sqrt(its) if math.isfinite(its) else math.inf for its in squares]

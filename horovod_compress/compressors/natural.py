@@ -1,13 +1,14 @@
 """Natural compression (Horvath et al., arXiv 1905.10988)."""
 
 import dataclasses
+from typing import List, Sequence
 
 import numpy as np
 
 from .. import kernels
 from .base import Step, Traits
 from .selective import GatheringCompressor
-from .state import State
+from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -32,11 +33,20 @@ class Natural(GatheringCompressor):
     def payload_bits(self, numel: int, step: Step) -> float:
         return 9
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
-        key = self.key("rounding", state.name, step.index, step.rank)
-        encoded = kernels.of(grad).encode_natural(grad, state.buffer, key=key)
-        state.buffer = encoded.buffer
-        return encoded
+    def stage(self, index: int) -> None:
+        return None
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        return kernels.of(out).decode_add_natural(out, body, scale=scale)
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        payloads = kernels.of(grads[0]).encode_natural(
+            grads, spares([state.buffer for state in states]), key=self.rounding_keys(states, steps)
+        )
+        for state, payload in zip(states, payloads):
+            state.buffer = payload.buffer
+        return payloads
+
+    def add_all(
+        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+    ) -> List[bool]:
+        return kernels.of(outs[0]).decode_add_natural(outs, bodies, scale=scale)

@@ -2,13 +2,15 @@
 small tensors."""
 
 import dataclasses
-from typing import ClassVar, Optional, Tuple
+from typing import ClassVar, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..protocol.requests import Collective, ToReducer
-from .base import REDUCER, Compressor, Decoded, Encoding, OwnState, Step, Traits
+from .base import REDUCER, Compressor, Encoding, OwnState, Step, Traits, decode_dense
 from .state import State
+
+_FLOAT64 = np.dtype(np.float64)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -26,19 +28,28 @@ class NoCompression(Compressor):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (REDUCER,)
 
+    # Of one tensor, because the reducer takes them one by one.
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
         if step.scale != 1:
             grad *= np.float32(step.scale)
         return ToReducer(grad)
 
-    def decode_dense(
-        self, reduced: np.ndarray, out: np.ndarray, state: OwnState, scale: float
-    ) -> Decoded:
-        if reduced.dtype != np.float64:
-            return super().decode_dense(reduced, out, state, scale)
-        if reduced is not out:
-            np.copyto(out, reduced)
-        if scale != 1:
-            out *= scale
-        # Kernels know no float64. Both are NaN where anything is.
-        return not out.size or bool(np.isfinite(out.max()) and np.isfinite(out.min()))
+    def decode_dense_all(
+        self,
+        reduced: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[OwnState],
+        scale: float,
+    ) -> List[bool]:
+        if reduced[0].dtype != _FLOAT64:
+            return decode_dense(reduced, outs, scale)
+        return [_decode_float64(each, out, scale) for each, out in zip(reduced, outs)]
+
+
+def _decode_float64(reduced: np.ndarray, out: np.ndarray, scale: float) -> bool:
+    if reduced is not out:
+        np.copyto(out, reduced)
+    if scale != 1:
+        out *= scale
+    # Kernels know no float64. Both are NaN where anything is.
+    return not out.size or bool(np.isfinite(out.max()) and np.isfinite(out.min()))

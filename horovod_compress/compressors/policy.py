@@ -1,4 +1,4 @@
-"""What others than an algorithm need of its options."""
+"""Options that others than their algorithm need."""
 
 from typing import NamedTuple, Optional
 

@@ -1,14 +1,15 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727)."""
 
 import dataclasses
+import itertools
 import math
-from typing import Optional, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import Asking, Step, Traits, result_of
+from .base import Asking, Step, Traits
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
 from .state import LOCAL, SHARED, State, zeros
@@ -71,7 +72,7 @@ class PowerSGD(SelectiveCompressor):
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
         # The same space; but nearly parallel vectors would lose a direction to rounding.
-        kernels.of(q).orthonormalize(q, rank=rank)
+        kernels.of(q).orthonormalize([q], rank=rank)
         return PowerSGDState(
             name,
             {"residual": zeros(n * m), "q": q},
@@ -86,71 +87,108 @@ class PowerSGD(SelectiveCompressor):
     def after_warmup(self) -> "PowerSGD":
         return dataclasses.replace(self, start_step=0)
 
-    def encode(self, grad: np.ndarray, state: PowerSGDState, step: Step) -> Asking[Allreduce]:
-        if step.index < self.start_step:
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[PowerSGDState], steps: Sequence[Step]
+    ) -> Asking[List[Allreduce]]:
+        if steps[0].index < self.start_step:
             # The residual has it too, until the step has succeeded.
-            dense = yield from result_of(self.encode_dense(grad, state, step))
-            return Allreduce(dense.array)
-        k = kernels.of(grad)
-        rank, p, q = state.rank, state.p, state.q
-        residual, last = state.arrays["residual"], state.arrays["q"].reshape(rank, -1)
-        # Such a vector would stay zero, and its direction unused.
-        lost = [k.max_abs(vector) == 0 for vector in last]
-        if any(lost):
-            fresh = np.random.default_rng(
-                self.key("fresh", state.name, step.index)
-            ).standard_normal(last.shape, np.float32)
-            last[lost] = fresh[lost]
-        if not k.project(
-            grad, residual, state.arrays["q"], p, q if state.pending else None, rank=rank
-        ):
-            p.fill(np.nan)  # the sum says so to all ranks
-        state.pending = False
-        total = yield Allreduce(p)
-        if total is not p:
-            np.copyto(p, total)
-        if k.max_abs(p) < np.inf:
-            k.orthonormalize(p, rank=rank)
-        k.project_back(residual, p, q, rank=rank)
-        return Allreduce(q)
-
-    def decode(
-        self, summed: np.ndarray, out: np.ndarray, state: PowerSGDState, step: Step, scale: float
-    ) -> Asking[bool]:
-        if step.index < self.start_step:
-            return (yield from result_of(self.decode_dense(summed, out, state, scale)))
-        k = kernels.of(out)
-        rank, size, p, q = state.rank, step.size, state.p, state.q
-        np.divide(summed, np.float32(size), out=q)
-        largest = sum(
-            k.max_abs(left) * k.max_abs(right)
-            for left, right in zip(p.reshape(rank, -1), q.reshape(rank, -1))
+            dense: Any = [self.encode_dense(*each) for each in zip(grads, states, steps)]
+            return [Allreduce(each.array) for each in dense]
+        kernel, ranks = kernels.of(grads[0]), [state.rank for state in states]
+        residuals = [state.arrays["residual"] for state in states]
+        ps, qs = [state.p for state in states], [state.q for state in states]
+        self._renew(states, steps[0].index)
+        if not all(state.pending for state in states):
+            for state in states:
+                self.apply_pending(state)
+        finite = kernel.project(
+            grads,
+            residuals,
+            [state.arrays["q"] for state in states],
+            ps,
+            qs if states[0].pending else None,
+            rank=ranks,
         )
-        if not largest * max(1.0, abs(scale * size)) < _MOST:
-            out.fill(np.nan)
-            last = state.arrays["q"]
-            # Lengths do not matter, and with a shorter one the next sum may stay in range.
-            if k.max_abs(last) > _SHORT:
-                last *= _SHORT
-            return False
-        k.product(p, q, out, rank=rank, scale=scale * size)
-        state.sent = q
-        return True
+        for state, good in zip(states, finite):
+            state.pending = False
+            if not good:
+                state.p.fill(np.nan)  # the sum says so to all ranks
+        totals = yield [Allreduce(p) for p in ps]
+        for p, total in zip(ps, totals):
+            if total is not p:
+                np.copyto(p, total)
+        good = [largest < np.inf for largest in kernel.max_abs(ps)]
+        if any(good):
+            kernel.orthonormalize(
+                list(itertools.compress(ps, good)), rank=list(itertools.compress(ranks, good))
+            )
+        kernel.project_back(residuals, ps, qs, rank=ranks)
+        return [Allreduce(q) for q in qs]
+
+    def _renew(self, states: Sequence[PowerSGDState], index: int) -> None:
+        """Draws vectors of q anew that are zero and would stay so, their directions unused."""
+        lasts = [state.arrays["q"].reshape(state.rank, -1) for state in states]
+        for state, last, lengths in zip(states, lasts, _largest(lasts)):
+            lost = [largest == 0 for largest in lengths]
+            if any(lost):
+                key = self.key("fresh", state.name, index)
+                fresh = np.random.default_rng(key).standard_normal(last.shape, np.float32)
+                last[lost] = fresh[lost]
+
+    def decode_all(
+        self,
+        summed: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[PowerSGDState],
+        steps: Sequence[Step],
+        scale: float,
+    ) -> List[bool]:
+        if steps[0].index < self.start_step:
+            return self.decode_dense_all(summed, outs, states, scale)
+        kernel, size = kernels.of(outs[0]), steps[0].size
+        ps, qs = [state.p for state in states], [state.q for state in states]
+        for each, q in zip(summed, qs):
+            np.divide(each, np.float32(size), out=q)
+        kernel.product(ps, qs, outs, rank=[state.rank for state in states], scale=scale * size)
+        lengths = [
+            _largest([each.reshape(state.rank, -1) for each, state in zip(factors, states)])
+            for factors in (ps, qs)
+        ]
+        finite = []
+        for state, out, of_p, of_q in zip(states, outs, *lengths):
+            largest = sum(left * right for left, right in zip(of_p, of_q))
+            finite.append(largest * max(1.0, abs(scale * size)) < _MOST)
+            if finite[-1]:
+                state.sent = state.q, max(of_q)
+            else:
+                out.fill(np.nan)
+                last = state.arrays["q"]
+                # Lengths do not matter, and with a shorter one the next sum may stay in range.
+                if kernel.max_abs([last])[0] > _SHORT:
+                    last *= _SHORT
+        return finite
 
     def commit(self, state: PowerSGDState) -> None:
         if state.sent is not None:
+            q, largest = state.sent
             state.pending = True
-            largest = kernels.of(state.sent).max_abs(state.sent)
             # The lengths of vectors do not matter, and would overflow sooner or later.
             if largest > 0:
-                np.divide(state.sent, np.float32(largest), out=state.arrays["q"])
+                np.divide(q, np.float32(largest), out=state.arrays["q"])
 
     def apply_pending(self, state: PowerSGDState) -> None:
         if state.pending:
             state.pending = False
             kernels.of(state.p).subtract_product(
-                state.arrays["residual"], state.p, state.q, rank=state.rank
+                [state.arrays["residual"]], [state.p], [state.q], rank=state.rank
             )
+
+
+def _largest(matrices: Sequence[np.ndarray]) -> List[List[float]]:
+    """Of each matrix the largest magnitudes of its rows."""
+    rows = [row for matrix in matrices for row in matrix]
+    found = iter(kernels.of(matrices[0]).max_abs(rows))
+    return [[next(found) for _ in matrix] for matrix in matrices]
 
 
 def matrix_of(shape: Tuple[int, ...], rank: int) -> Tuple[int, int]:

@@ -1,7 +1,7 @@
 """QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017, arXiv 1610.02132)."""
 
 import dataclasses
-from typing import Optional
+from typing import List, Optional, Sequence
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from .. import kernels
 from .base import Step, Traits
 from .options import Count, OneOf, option
 from .selective import GatheringCompressor
-from .state import State
+from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,22 +54,25 @@ class QSGD(GatheringCompressor):
         """The number of levels above 0."""
         return self.levels or 2**self.bits - 1
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
-        key = self.key("rounding", state.name, step.index, step.rank)
-        limit = {"auto": 0.9, "fixed": 0.0, "elias": 1.0}[self.coding]
-        encoded = kernels.of(grad).encode_buckets(
-            grad,
-            state.buffer,
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        payloads = kernels.of(grads[0]).encode_buckets(
+            grads,
+            spares([state.buffer for state in states]),
             steps=self.s,
             bucket=self.bucket_size,
             l2=self.norm == "l2",
-            limit=limit,
-            key=key,
+            limit={"auto": 0.9, "fixed": 0.0, "elias": 1.0}[self.coding],
+            key=self.rounding_keys(states, steps),
         )
-        (state.buffer,) = encoded.undo
-        return encoded
+        for state, payload in zip(states, payloads):
+            (state.buffer,) = payload.undo
+        return payloads
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        return kernels.of(out).decode_add_buckets(
-            out, body, steps=self.s, bucket=self.bucket_size, scale=scale
+    def add_all(
+        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+    ) -> List[bool]:
+        return kernels.of(outs[0]).decode_add_buckets(
+            outs, bodies, steps=self.s, bucket=self.bucket_size, scale=scale
         )

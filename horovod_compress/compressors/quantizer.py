@@ -1,17 +1,17 @@
-"""What the quantizers against a shared scale have in common (Vineeth S, arXiv 2109.12497)."""
+"""The common part of quantizers against a shared scale (Vineeth S, arXiv 2109.12497)."""
 
 import dataclasses
 import math
 from abc import abstractmethod
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import LARGEST, Asking, Step, result_of
+from .base import LARGEST, Asking, Step
 from .globalrandk import SharedCoordinates
-from .state import State
+from .state import State, spares
 
 
 @dataclasses.dataclass
@@ -48,83 +48,114 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @property
     @abstractmethod
-    def steps(self) -> List[float]:
+    def steps(self) -> Tuple[float, ...]:
         """s of each scale, ascending. No code of any scale is above the first s."""
 
     @abstractmethod
-    def norm_of(
-        self, values: np.ndarray, peaks: Optional[np.ndarray]
-    ) -> Union[float, Asking[float]]:
-        """This rank's norm; infinity where values are not finite. The shared scale is the largest
-        norm of all ranks. With one scale, magnitudes are clipped at this norm. peaks is filled as
-        by the kernel `max_abs`, and None with one scale."""
+    def norms_of(
+        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
+    ) -> List[float]:
+        """This rank's norm of each tensor; infinity where values are not finite. A tensor's shared
+        scale is the largest norm of all ranks. With one scale, magnitudes are clipped at this norm.
+        peaks are filled as by the kernel `max_abs`, and None with one scale."""
 
-    def encode(self, grad: np.ndarray, state: QuantizerState, step: Step) -> Asking[Allreduce]:
-        state.indices, values, finite = self.draw(grad, state, step)
-        steps, size = self.steps, step.size
-        stretches = -(-values.size // 64)
-        if len(steps) > 1 and (state.peaks is None or state.peaks.size != stretches):
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[QuantizerState], steps: Sequence[Step]
+    ) -> Asking[List[Allreduce]]:
+        size, several = steps[0].size, len(self.steps) > 1
+        values, finite = self.draw(grads, states, steps)
+        # What was drawn may be on the CPU.
+        kernel = kernels.of(values[0])
+        peaks = _peaks(values, states) if several else None
+        norms = self.norms_of(values, peaks)
+        norms = [norm if good else math.inf for norm, good in zip(norms, finite)]
+        largest = yield [Allreduce(np.array([norm], np.float32), "max") for norm in norms]
+        for i, state in enumerate(states):
+            state.w = float(largest[i][0])
+            # On some rank: no rank's gradient is used.
+            if not math.isfinite(state.w):
+                values[i].fill(0)
+                if peaks is not None:
+                    peaks[i].fill(0)
+        shared = self._shared(states, size)
+        if several:
+            scales = kernel.encode_scales(
+                values,
+                peaks,
+                spares([state.scales for state in states]),
+                w=shared["w"],
+                steps=self.steps,
+                size=size,
+            )
+            for state, words in zip(states, scales):
+                state.scales = words
+            levels = yield [Allreduce(words) for words in scales]
+            for state, counts in zip(states, levels):
+                state.levels = counts
+        words = kernel.quantize(
+            values,
+            self._levels(states),
+            spares([state.buffer for state in states]),
+            clip=[min(norm, w) for norm, w in zip(norms, shared["w"])],
+            key=self.rounding_keys(states, steps),
+            **shared,
+        )
+        for state, its in zip(states, words):
+            state.buffer = its
+        if states[0].rollbacks:
+            kernel.dequantize(words, self._levels(states), values, scale=1.0, **shared)
+            for state, its in zip(states, values):
+                # The rounding error, what was drawn less what is sent, goes into the residual.
+                (drawn,) = state.rollbacks
+                state.arrays["residual"][drawn.indices] += drawn.values - its
+                state.rollbacks = [drawn._replace(values=its)]
+        return [Allreduce(its, elements=each.size) for its, each in zip(words, values)]
+
+    def decode_all(
+        self,
+        summed: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[QuantizerState],
+        steps: Sequence[Step],
+        scale: float,
+    ) -> List[bool]:
+        size = steps[0].size
+        values = [
+            out if state.indices is None else np.empty(state.indices.size, np.float32)
+            for out, state in zip(outs, states)
+        ]
+        kernels.of(values[0]).dequantize(
+            summed, self._levels(states), values, scale=scale, **self._shared(states, size)
+        )
+        for out, state, its in zip(outs, states, values):
+            if not math.isfinite(state.w) or not math.isfinite(scale):
+                out.fill(np.nan)
+            elif state.indices is not None:
+                out[state.indices] = its
+        if all([state.w * abs(scale) * size < LARGEST for state in states]):
+            return [True] * len(outs)
+        return [largest < np.inf for largest in kernels.of(outs[0]).max_abs(outs)]
+
+    def _shared(self, states: Sequence[QuantizerState], size: int) -> Dict[str, Any]:
+        """Options of kernels that are alike for the codes of all ranks."""
+        return {
+            "w": [state.w if math.isfinite(state.w) else 0.0 for state in states],
+            "steps": self.steps,
+            "width": _width(self.steps, size),
+            "size": size,
+        }
+
+    def _levels(self, states: Sequence[QuantizerState]) -> Optional[List[Any]]:
+        return [state.levels for state in states] if len(self.steps) > 1 else None
+
+
+def _peaks(values: Sequence[np.ndarray], states: Sequence[QuantizerState]) -> List[np.ndarray]:
+    """The states' memory for peaks of so many values."""
+    for each, state in zip(values, states):
+        stretches = -(-each.size // 64)
+        if state.peaks is None or state.peaks.size != stretches:
             state.peaks = np.empty(stretches, np.uint32)
-        peaks = state.peaks
-        norm = (yield from result_of(self.norm_of(values, peaks))) if finite else math.inf
-        w = state.w = float((yield Allreduce(np.array([norm], np.float32), "max"))[0])
-        # On some rank: no rank's gradient is used.
-        if not math.isfinite(w):
-            w = 0.0
-            values.fill(0)
-            if peaks is not None:
-                peaks.fill(0)
-        if len(steps) > 1:
-            state.scales = yield from kernels.encode_scales(
-                values, peaks, state.scales, w=w, steps=steps, size=size
-            )
-            state.levels = yield Allreduce(state.scales)
-        key = self.key("rounding", state.name, step.index, step.rank)
-        width = _width(steps, size)
-        words = state.buffer = yield from kernels.quantize(
-            values,
-            state.levels,
-            state.buffer,
-            w=w,
-            clip=min(norm, w),
-            steps=steps,
-            width=width,
-            size=size,
-            key=key,
-        )
-        if state.rollbacks:
-            yield from kernels.dequantize(
-                words, state.levels, values, w=w, steps=steps, width=width, size=size, scale=1.0
-            )
-            # The rounding error, what was drawn less what is sent, goes into the residual.
-            (drawn,) = state.rollbacks
-            state.arrays["residual"][drawn.indices] += drawn.values - values
-            state.rollbacks = [drawn._replace(values=values)]
-        return Allreduce(words, elements=values.size)
-
-    def decode(
-        self, summed: np.ndarray, out: np.ndarray, state: QuantizerState, step: Step, scale: float
-    ) -> Asking[bool]:
-        w, indices = state.w, state.indices
-        if not math.isfinite(w) or not math.isfinite(scale):
-            out.fill(np.nan)
-            return False
-        values = out if indices is None else np.empty(indices.size, np.float32)
-        yield from kernels.dequantize(
-            summed,
-            state.levels,
-            values,
-            w=w,
-            steps=self.steps,
-            width=_width(self.steps, step.size),
-            size=step.size,
-            scale=scale,
-        )
-        if indices is not None:
-            out[indices] = values
-        if w * abs(scale) * step.size < LARGEST:
-            return True
-        return (yield from kernels.max_abs(out)) < np.inf
+    return [state.peaks for state in states if state.peaks is not None]
 
 
 def _width(steps: Sequence[float], size: int) -> int:

@@ -4,11 +4,12 @@ arXiv 1809.07599)."""
 import dataclasses
 import math
 import struct
+from typing import List, Sequence
 
 import numpy as np
 
 from .. import kernels
-from .base import Step, Traits
+from .base import Step, Traits, accumulate_all
 from .options import Number, option
 from .selective import GatheringCompressor
 from .state import LOCAL, Rollback, State
@@ -43,24 +44,48 @@ class RandomK(GatheringCompressor):
     def payload_bits(self, numel: int, step: Step) -> float:
         return 32 * self.ratio
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> kernels.Encoded:
-        residual = state.arrays["residual"]
-        finite = self.accumulate(grad, state, step)
-        count = (
-            max(min(1, residual.size), math.ceil(self.ratio * residual.size - 1e-6))
-            if finite
-            else 0
-        )
-        key = self.key("own", state.name, step.index, step.rank)
-        indices = kernels.cpu.draw_coordinates(key=key, numel=residual.size, first=0, count=count)
-        values = kernels.of(grad).take_entries(indices, residual, None, kind="fp32", masked=0)[2]
-        state.rollbacks.append(Rollback("residual", indices, values))
-        return kernels.Encoded(kernels.new_body(struct.pack("<Q", key), values), count, finite)
+    def stage(self, index: int) -> None:
+        return None
 
-    def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
-        if len(body) < 8 or (len(body) - 8) % 4 or (len(body) - 8) // 4 > out.size:
-            raise ValueError("not a key and values for at most as many elements as the tensor has")
-        (key,) = struct.unpack_from("<Q", body.data)
-        values = np.frombuffer(body[8:].tobytes(), np.float32)
-        indices = kernels.cpu.draw_coordinates(key=key, numel=out.size, first=0, count=len(values))
-        return kernels.of(out).scatter_add(out, indices, values, scale=scale)
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        residuals = [state.arrays["residual"] for state in states]
+        finite = accumulate_all(grads, residuals, steps[0].scale)
+        keys = [
+            self.key("own", state.name, step.index, step.rank) for state, step in zip(states, steps)
+        ]
+        drawn = [
+            _drawn(key, residual.size, self._count(residual.size) if good else 0)
+            for key, residual, good in zip(keys, residuals, finite)
+        ]
+        taken = kernels.of(grads[0]).take_entries(drawn, residuals, None, kind="fp32", masked=0)
+        payloads = []
+        for state, key, good, (indices, _, values, _) in zip(states, keys, finite, taken):
+            state.rollbacks.append(Rollback("residual", indices, values))
+            body = kernels.new_body(struct.pack("<Q", key), values)
+            payloads.append(kernels.Encoded(body, len(values), good))
+        return payloads
+
+    def _count(self, numel: int) -> int:
+        return max(min(1, numel), math.ceil(self.ratio * numel - 1e-6))
+
+    def add_all(
+        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
+    ) -> List[bool]:
+        for body, out in zip(bodies, outs):
+            if len(body) < 8 or (len(body) - 8) % 4 or (len(body) - 8) // 4 > out.size:
+                raise ValueError(
+                    "not a key and values for at most as many elements as the tensor has"
+                )
+        values = [np.frombuffer(body[8:].tobytes(), np.float32) for body in bodies]
+        drawn = [
+            _drawn(int.from_bytes(body[:8].tobytes(), "little"), out.size, its.size)
+            for body, out, its in zip(bodies, outs, values)
+        ]
+        return kernels.of(outs[0]).scatter_add(outs, drawn, values, scale=scale)
+
+
+def _drawn(key: int, numel: int, count: int) -> np.ndarray:
+    """The places of `count` entries, of a tensor of numel elements, that follow from a key."""
+    return kernels.cpu.draw_coordinates(key=key, numel=numel, first=0, count=count)

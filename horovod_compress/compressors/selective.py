@@ -1,11 +1,10 @@
-"""What compressors that choose their tensors share: common options, the dense fallback, randomness,
-error feedback."""
+"""The common part of compressors that choose their tensors: options, the dense fallback,
+randomness, error feedback."""
 
 import dataclasses
 import hashlib
 import math
-from abc import abstractmethod
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -56,8 +55,13 @@ class SelectiveCompressor(Compressor):
     def key(self, *words: Any) -> int:
         """A 64-bit key that follows from the seed and `words`: tensor, step, and rank where ranks
         are to differ."""
-        text = f"{self.seed}/" + "/".join(map(str, words))
+        text = "/".join(map(str, (self.seed, *words)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def rounding_keys(self, states: Sequence[State], steps: Sequence[Step]) -> List[int]:
+        """The keys by which this rank rounds these tensors at random in this step."""
+        index, rank = steps[0].index, steps[0].rank
+        return [self.key("rounding", state.name, index, rank) for state in states]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,16 +98,30 @@ class ErrorFeedback(GatheringCompressor):
         """The factor by which this step multiplies the residual: see `learning_rate.growth`."""
         return growth(state.arrays["lr"], step.lr) if self.follow_lr else 1.0
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoded:
-        encoded = self.pack(grad, state.arrays["residual"], state, step)
-        state.rollbacks.append(Rollback("residual", None, encoded.body))
-        return encoded
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[Encoded]:
+        residuals = [state.arrays["residual"] for state in states]
+        payloads = self.pack_all(grads, residuals, states, steps)
+        for state, payload in zip(states, payloads):
+            state.rollbacks.append(Rollback("residual", None, payload.body))
+        return payloads
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         grow(state.arrays["residual"], self.growth(state, step))
         return super().accumulate(grad, state, step)
 
-    @abstractmethod
     def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
         """Adds the gradient to the residual, leaves the gradient zero, encodes the payload and
-        subtracts that from the residual."""
+        subtracts that from the residual. A class overrides this or `pack_all`."""
+        raise NotImplementedError(f"{self.id} needs a method pack")
+
+    def pack_all(
+        self,
+        grads: Sequence[np.ndarray],
+        residuals: Sequence[np.ndarray],
+        states: Sequence[State],
+        steps: Sequence[Step],
+    ) -> List[Encoded]:
+        """Packs tensors as `pack` does each of them."""
+        return [self.pack(*each) for each in zip(grads, residuals, states, steps)]

@@ -1,7 +1,8 @@
 """signSGD with majority vote (Bernstein et al., ICML 2018, arXiv 1802.04434)."""
 
 import dataclasses
-from typing import Tuple
+import math
+from typing import List, Sequence, Tuple
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from .. import kernels
 from ..protocol.requests import Allreduce, Collective
 from .base import Step, Traits
 from .selective import SelectiveCompressor
-from .state import State
+from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,23 +37,33 @@ class SignSGD(SelectiveCompressor):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", kernels.word_dtype(_width(size)).name, "sum"),)
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Allreduce:
-        k = kernels.of(grad)
-        words = state.buffer = k.encode_signs(grad, state.buffer, width=_width(step.size))
-        # The last word counts ranks whose gradient was not finite.
-        words[-1] = not k.max_abs(grad) < np.inf
-        return Allreduce(words)
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[Allreduce]:
+        k, buffers = kernels.of(grads[0]), spares([state.buffer for state in states])
+        votes = k.encode_signs(grads, buffers, width=_width(steps[0].size))
+        for state, words, largest in zip(states, votes, k.max_abs(grads)):
+            # The last word counts ranks whose gradient was not finite.
+            words[-1] = not largest < np.inf
+            state.buffer = words
+        return [Allreduce(words) for words in votes]
 
-    def decode(
-        self, summed: np.ndarray, out: np.ndarray, state: State, step: Step, scale: float
-    ) -> bool:
-        if summed[-1]:
-            out.fill(np.nan)
-            return False
-        kernels.of(out).decode_signs(
-            summed, out, width=_width(step.size), size=step.size, unit=step.size * scale
-        )
-        return bool(np.isfinite(step.size * scale))
+    def decode_all(
+        self,
+        summed: Sequence[np.ndarray],
+        outs: Sequence[np.ndarray],
+        states: Sequence[State],
+        steps: Sequence[Step],
+        scale: float,
+    ) -> List[bool]:
+        size = steps[0].size
+        unit = size * scale
+        kernels.of(outs[0]).decode_signs(summed, outs, width=_width(size), size=size, unit=unit)
+        finite = [not words[-1] and math.isfinite(unit) for words in summed]
+        for out, words in zip(outs, summed):
+            if words[-1]:
+                out.fill(np.nan)
+        return finite
 
 
 def _width(size: int) -> int:

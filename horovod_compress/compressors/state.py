@@ -1,8 +1,8 @@
-"""What an algorithm keeps of a tensor between steps."""
+"""The state that an algorithm keeps of a tensor between steps."""
 
 import dataclasses
 import enum
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -19,7 +19,8 @@ def zeros(numel: int) -> np.ndarray:
 
 
 class Role(enum.Enum):
-    """What an array of the state is: what this rank has not sent yet, or the same on all ranks."""
+    """The role of an array of the state: what this rank has not sent yet, or the same on all
+    ranks."""
 
     LOCAL = "local"
     SHARED = "shared"
@@ -64,3 +65,10 @@ class State:
     model: Optional[Model] = None
     overflows: int = 0
     factor: float = 1.0
+
+
+def spares(memory: Sequence[Optional[np.ndarray]]) -> Optional[List[np.ndarray]]:
+    """The tensors' memory of the last step, for a kernel to use again; None where some have none
+    yet."""
+    found = [each for each in memory if each is not None]
+    return found if len(found) == len(memory) else None

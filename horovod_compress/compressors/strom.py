@@ -1,6 +1,7 @@
 """Threshold quantization (Strom, Interspeech 2015)."""
 
 import dataclasses
+from typing import List, Sequence
 
 import numpy as np
 
@@ -33,7 +34,11 @@ class Strom(ErrorFeedback):
 
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
-    def pack(
-        self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step
-    ) -> kernels.Encoded:
-        return kernels.of(grad).encode_strom(grad, residual, tau=self.tau)
+    def pack_all(
+        self,
+        grads: Sequence[np.ndarray],
+        residuals: Sequence[np.ndarray],
+        states: Sequence[State],
+        steps: Sequence[Step],
+    ) -> List[kernels.Encoded]:
+        return kernels.of(grads[0]).encode_strom(grads, residuals, tau=self.tau)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Optional
+from typing import List, Optional, Sequence
 
 import numpy as np
 
@@ -39,9 +39,15 @@ class TernGrad(SharedScaleQuantizer):
         "not at all",
     )
 
-    steps = [1.0]
+    steps = (1.0,)
 
-    def norm_of(self, values: np.ndarray, peaks: Optional[np.ndarray]) -> float:
-        largest, deviation = kernels.of(values).max_abs_and_deviation(values)
-        clipped = self.clip and deviation and math.isfinite(largest)
-        return min(largest, self.clip * deviation) if clipped else largest
+    def norms_of(
+        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
+    ) -> List[float]:
+        found = kernels.of(values[0]).max_abs_and_deviation(values)
+        return [
+            min(largest, self.clip * deviation)
+            if self.clip and deviation and math.isfinite(largest)
+            else largest
+            for largest, deviation in found
+        ]

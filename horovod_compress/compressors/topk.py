@@ -4,13 +4,13 @@ NeurIPS 2018)."""
 import dataclasses
 import functools
 import math
-from typing import Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
 from ..kernels.reference.sparse import VALUE_BITS
-from .base import Asking, Encoding, Step, Traits
+from .base import Step, Traits
 from .options import Auto, Count, Number, OneOf, option
 from .selective import GatheringCompressor
 from .state import LOCAL, Rollback, State
@@ -108,61 +108,88 @@ class TopK(GatheringCompressor):
         chunk, k = self.entries(numel, step.index)
         return k / chunk * _entry_bits(k / chunk, self.values) if chunk else 0.0
 
+    def stage(self, index: int) -> float:
+        return self.density(index)
+
     def entries(self, numel: int, step: int) -> Tuple[int, int]:
         """(chunk, k): how many elements k entries are the largest of, in a tensor of numel elements
         at this step."""
-        chunk = min(self.chunk or numel, numel)
-        least = 1 if self.chunk else max(1, min(self.min_k, numel // _MIN_SHARE))
-        return chunk, min(self.k or max(least, math.ceil(self.density(step) * chunk - 1e-6)), chunk)
+        sizes = self._sizes[numel, self.density(step)]
+        return sizes.chunk, sizes.k
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Encoding:
-        return self.select(grad, state, step)
+    @functools.cached_property
+    def _sizes(self) -> "_Sizes":
+        return _Sizes(self)
+
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        return self.select(grads, states, steps)
 
     def commit(self, state: State) -> None:
-        super().commit(state)
         # Not in `encode`: a step that is undone leaves the residual as it was.
         if self.decay != 1:
             state.arrays[self.traits.accumulator] *= np.float32(self.decay)
 
     def select(
         self,
-        grad: np.ndarray,
-        state: State,
-        step: Step,
+        grads: Sequence[np.ndarray],
+        states: Sequence[State],
+        steps: Sequence[Step],
         momentum: float = 0.0,
         nesterov: bool = False,
-        masked: int = 0,
-    ) -> Encoding:
-        """Adds the gradient to momentum u, where it is above 0, and to the residual, and moves the
-        selection into a payload. masked: u becomes 0 where an element below is sent."""
-        v = state.arrays[self.traits.accumulator]
-        chunk, k = self.entries(v.size, step.index)
-        # Plainly on the CPU, because this comes for every tensor.
-        plainly = isinstance(grad, np.ndarray)
-        encoded = (kernels.cpu.encode_topk if plainly else kernels.encode_topk)(
-            grad,
-            state.arrays.get("u") if momentum else None,
-            v,
-            base=step.base,
+        masks: Sequence[bool] = (),
+    ) -> List[kernels.Encoded]:
+        """Adds gradients to momenta u, where momentum is above 0, and to residuals, and moves the
+        selections into payloads. masks: of each whether u becomes 0 where an element is sent, and
+        others of its chunk are not."""
+        first, array, density = steps[0], self.traits.accumulator, self.density(steps[0].index)
+        vs = [state.arrays[array] for state in states]
+        sizes = [self._sizes[v.size, density] for v in vs]
+        payloads = kernels.of(grads[0]).encode_topk(
+            grads,
+            [state.arrays["u"] for state in states] if momentum else None,
+            vs,
+            base=None if first.base is None else [step.base for step in steps],
             momentum=momentum,
             nesterov=nesterov,
-            scale=step.scale,
+            scale=first.scale,
             kind=self.values,
-            masked=masked,
-            k=k,
-            samples=int(self.sample_ratio * v.size) + 256,
-            offset=self.key(state.name, step.index) & 0xFFFFFFFF,
-            chunk=chunk if self.chunk else 0,
+            masked=[size.late if mask else 0 for size, mask in zip(sizes, masks)] if masks else 0,
+            k=[size.k for size in sizes],
+            samples=[int(self.sample_ratio * v.size) + 256 for v in vs],
+            offset=[self.key(state.name, first.index) & 0xFFFFFFFF for state in states],
+            chunk=[size.chunk for size in sizes] if self.chunk else 0,
         )
-        return self._selected(encoded, state) if plainly else self._asked(encoded, state)
+        for state, payload in zip(states, payloads):
+            indices, rows = payload.undo
+            state.rollbacks = [Rollback(array, indices, rows[0], True)]
+            if len(rows) > 1:
+                state.rollbacks.append(Rollback("u", indices, rows[1], True))
+        return payloads
 
-    def _asked(self, asking: Asking[kernels.Encoded], state: State) -> Asking[kernels.Encoded]:
-        return self._selected((yield from asking), state)
 
-    def _selected(self, encoded: kernels.Encoded, state: State) -> kernels.Encoded:
-        """Notes how a rollback restores what was selected."""
-        indices, rows = encoded.undo
-        state.rollbacks = [Rollback(self.traits.accumulator, indices, rows[0], True)]
-        if len(rows) > 1:
-            state.rollbacks.append(Rollback("u", indices, rows[1], True))
-        return encoded
+class _Size(NamedTuple):
+    """k entries are the largest of chunk elements; late: of how many elements, from the first on,
+    chunks are longer than k."""
+
+    chunk: int
+    k: int
+    late: int
+
+
+class _Sizes(Dict[Tuple[int, float], _Size]):
+    """By the elements of a tensor and the density, where reading what was there before is no
+    call."""
+
+    def __init__(self, topk: TopK) -> None:
+        self._topk = topk
+
+    def __missing__(self, key: Tuple[int, float]) -> _Size:
+        (numel, density), topk = key, self._topk
+        chunk = min(topk.chunk or numel, numel)
+        least = 1 if topk.chunk else max(1, min(topk.min_k, numel // _MIN_SHARE))
+        k = min(topk.k or max(least, math.ceil(density * chunk - 1e-6)), chunk)
+        rest = numel if k == chunk else numel % chunk
+        self[key] = size = _Size(chunk, k, numel - rest if rest <= k or k == chunk else numel)
+        return size

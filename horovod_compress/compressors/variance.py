@@ -2,14 +2,15 @@
 1802.06058)."""
 
 import dataclasses
+from typing import List, Optional, Sequence
 
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, Asking, Step, Traits
+from .base import LARGEST, Step, Traits
 from .options import Flag, Number, OneOf, option
 from .selective import GatheringCompressor
-from .state import LOCAL, Rollback, State
+from .state import LOCAL, Rollback, State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -67,31 +68,41 @@ class Variance(GatheringCompressor):
                 "out hosts, or moments"
             )
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[kernels.Encoded]:
-        encoded = yield from kernels.encode_variance(
-            grad,
-            step.squares,
-            state.arrays["r"],
-            state.arrays["v"],
-            state.indices,
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> List[kernels.Encoded]:
+        payloads = kernels.of(grads[0]).encode_variance(
+            grads,
+            _squares(grads, steps),
+            [state.arrays["r"] for state in states],
+            [state.arrays["v"] for state in states],
+            spares([state.indices for state in states]),
             alpha=self.alpha,
             zeta=self.zeta,
             tau=self.tau,
             error_feedback=self.error_feedback,
         )
-        state.indices, (r_before, v_before) = encoded.undo
-        state.rollbacks = [
-            Rollback("r", state.indices, r_before, replace=True),
-            Rollback("v", state.indices, v_before, replace=True),
-        ]
-        return encoded
+        for state, payload in zip(states, payloads):
+            state.indices, (r_before, v_before) = payload.undo
+            state.rollbacks = [
+                Rollback("r", state.indices, r_before, replace=True),
+                Rollback("v", state.indices, v_before, replace=True),
+            ]
+        return payloads
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the
         # same, and are restored.
         r, v = state.arrays["r"], state.arrays["v"]
-        encoded = kernels.of(grad).encode_variance(
-            grad, step.squares, r, v, alpha=LARGEST, zeta=self.zeta, tau=0.0, error_feedback=False
+        (encoded,) = kernels.of(grad).encode_variance(
+            [grad],
+            _squares([grad], [step]),
+            [r],
+            [v],
+            alpha=LARGEST,
+            zeta=self.zeta,
+            tau=0.0,
+            error_feedback=False,
         )
         indices, before = encoded.undo
         r[indices], v[indices] = before
@@ -100,3 +111,13 @@ class Variance(GatheringCompressor):
     def forget_sent(self, state: State) -> None:
         super().forget_sent(state)
         state.arrays["v"].fill(0)
+
+
+def _squares(grads: Sequence[np.ndarray], steps: Sequence[Step]) -> Optional[List[np.ndarray]]:
+    """Of each gradient those of its samples, or its own where only others' are known; None where
+    none are."""
+    if all([step.squares is None for step in steps]):
+        return None
+    return [
+        grad * grad if step.squares is None else step.squares for grad, step in zip(grads, steps)
+    ]

@@ -25,6 +25,8 @@ class Wrapper(Compressor):
 
     # Whether `encode` itself brings what a switch has left to bring, `handover.DEBT`.
     pays_debts: ClassVar[bool] = False
+    # Whether `encode_dense` asks for a collective first.
+    dense_asks: ClassVar[bool] = False
 
     inner: Compressor
 
@@ -48,7 +50,7 @@ class Wrapper(Compressor):
         placement: Placement,
         tell: Callable[[str], Any],
     ) -> bool:
-        """Whether `around` has use for the ranks of a machine.
+        """Returns whether `around` has use for the ranks of a machine.
 
         Args:
             compressor: that of a binding.
@@ -72,15 +74,22 @@ class Wrapper(Compressor):
     def __repr__(self) -> str:
         return repr(self.inner)
 
+    @property
+    def kin(self) -> Any:
+        """Equal for compressors whose tensors can go together."""
+        return self
+
     collectives = _inside("collectives")
     payload_bits = _inside("payload_bits")
+    stage = _inside("stage")
     init = _inside("init")
-    encode = _inside("encode")
+    encode_all = _inside("encode_all")
     encode_dense = _inside("encode_dense")
-    decode = _inside("decode")
-    decode_dense = _inside("decode_dense")
-    add = _inside("add")
+    decode_all = _inside("decode_all")
+    decode_dense_all = _inside("decode_dense_all")
+    add_all = _inside("add_all")
     residual = _inside("residual")
+    accumulate = _inside("accumulate")
     forget_sent = _inside("forget_sent")
     commit = _inside("commit")
     rollback = _inside("rollback")
@@ -93,6 +102,11 @@ class Wrapper(Compressor):
     def whole(self, debt: np.ndarray) -> np.ndarray:
         """An array as long as the tensor, from one as long as the residual."""
         return debt
+
+
+def kin_of(compressor: Compressor) -> Any:
+    """Equal for compressors whose tensors can go together."""
+    return compressor.kin if isinstance(compressor, Wrapper) else compressor
 
 
 def with_options(compressor: Compressor, **options: Any) -> Compressor:

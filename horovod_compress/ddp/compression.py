@@ -199,7 +199,8 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         return {id(self._slots[i].param) for i in used.nonzero().flatten().tolist()}
 
     def serves(self, param: torch.Tensor) -> bool:
-        """Whether this is the compression of a parameter, of a model that is still there."""
+        """Returns whether this is the compression of a parameter, of a model that is still
+        there."""
         return id(param) in self._by_parameter and self._model() is not None
 
     def _drop_interrupted(self) -> None:
@@ -263,8 +264,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         for each in self._sent:
             if each.wait is not None:
                 each.wait()
-            exchange.finish(each.slot.name, each.carrier)
-        exchange.settle()
+            exchange.finish(each.slot.name, each.carrier, now=False)
         for each in self._sent:
             if each.memory is not each.view:
                 self._copy_result(each.memory, each.view)

@@ -6,11 +6,12 @@ a step goes dense where payloads of all ranks would be more than a dense exchang
 
 import fnmatch
 import math
-from typing import Tuple
+from typing import Collection, Sequence, Tuple
 
 from ..compressors.base import Compressor, Step
 from ..compressors.dense import dense_compressor
 from ..compressors.selective import SelectiveCompressor
+from .group import Group
 from .tensor import Tensor
 
 # Where torch.compile puts a model: no module of a user's is called so.
@@ -37,20 +38,34 @@ def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) ->
     return adapted or compressor.fallback() or dense_compressor(compressor.dense, compressor.seed)
 
 
-def goes_dense(tensor: Tensor, step: Step) -> bool:
-    """Whether gathering this step's payloads would bring a rank more than a ring allreduce of the
-    tensor does: by what the compressor knows beforehand, or by the size of its last gathered
-    payloads. Alike on all ranks."""
-    bits = tensor.bits = tensor.compressor.payload_bits(tensor.numel, step)
-    return step.index < tensor.dense_until if bits is None else times_dense(bits, step.size) > 1
+def go_dense(group: Group, step: Step) -> Collection[str]:
+    """The names of a group's tensors of which gathering this step's payloads would bring a rank
+    more than a ring allreduce of the tensor does: by what the compressor knows beforehand, or by
+    the size of the last gathered payloads. Alike on all ranks."""
+    stage = group.compressor.stage(step.index), step.size
+    if stage not in group.dense:
+        bits = [t.compressor.payload_bits(t.numel, step) for t in group.tensors]
+        group.measured = None in bits
+        group.dense.clear()
+        group.dense[stage] = frozenset(
+            tensor.name
+            for tensor, its in zip(group.tensors, bits)
+            if its is not None and times_dense(its, step.size) > 1
+        )
+    if group.measured:
+        late = [t.name for t in group.tensors if step.index < t.dense_until]
+        return group.dense[stage].union(late) if late else group.dense[stage]
+    return group.dense[stage]
 
 
-def note_size(tensor: Tensor, bits: float, step: Step) -> None:
-    """Decides from the size of a step's payloads, in bits an element and alike on all ranks,
-    whether the next ones go dense. For compressors that do not know it beforehand."""
-    times = times_dense(bits, step.size)
-    if times > 1:
-        tensor.dense_until = step.index + 1 + math.ceil(_TRIES * times)
+def note_sizes(tensors: Sequence[Tensor], lengths: Sequence[int], step: Step) -> None:
+    """Decides from the bytes of all ranks' payloads of a step, alike on all ranks, whether the next
+    ones go dense. For compressors that do not know it beforehand."""
+    for tensor, length in zip(tensors, lengths):
+        # As many payloads of their mean size.
+        if 8 * length > 64 * tensor.numel > 0:
+            times = 8 * length / step.size / tensor.numel
+            tensor.dense_until = step.index + 1 + math.ceil(_TRIES * times_dense(times, step.size))
 
 
 def times_dense(bits: float, payloads: float) -> float:

@@ -1,16 +1,14 @@
-"""What drivers of a compression's steps share: its tensors, what they keep, and what they have
-counted. How a step's requests are answered is each driver's own."""
+"""The common part of drivers of a compression's steps: its tensors, what they keep, and what they
+have counted. How a step's requests are answered is each driver's own."""
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import math
-import weakref
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Tuple, cast
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Sequence, Tuple, cast
 
 import numpy as np
 
@@ -19,16 +17,17 @@ from ..compressors.base import Compressor, Step
 from ..compressors.dense import dense_compressor
 from ..compressors.model import Model
 from ..compressors.state import Role
+from ..compressors.wrapper import kin_of
 from ..protocol.machine import Machine
-from ..protocol.requests import DECLARABLE, FLOAT32, TensorStep
+from ..protocol.requests import DECLARABLE, FLOAT32
 from . import checkpoint
-from .dense_policy import compressor_for, goes_dense
-from .extension import Begin, Extension
+from .dense_policy import compressor_for, go_dense
+from .extension import Extension
 from .frozen import Frozen
+from .group import Group
 from .handover import Handover
 from .loss_scale import LossScale
 from .records import Stats, TensorStats
-from .step import tensor_step
 from .tensor import SENT, SPENT, Tensor
 from .wrappers import wrapped
 
@@ -65,6 +64,8 @@ class Driver(ABC):
         self._dense_alone = dense_alone
         self.machine = machine
         self._tensors: Dict[str, Tensor] = {}
+        # A compressor of each kin.
+        self._kins: List[Compressor] = []
         self._model = Model()
         self._now = Step(0, rank, size, clip_norm=compressor.policy.clip_norm)
         self._steps_ended = self._steps_undone = 0
@@ -98,7 +99,7 @@ class Driver(ABC):
 
     @abstractmethod
     def steps_taken(self) -> Any:
-        """What a state says of them: a number, or one for each tensor."""
+        """The steps taken, as a state says: a number, or one for each tensor."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -133,14 +134,14 @@ class Driver(ABC):
         return self._tensors.values()
 
     def on_device(self, name: str) -> bool:
-        """Whether a tensor's steps can be where its gradient is, if that is a device; else they are
-        on the CPU."""
+        """Returns whether a tensor's steps can be where its gradient is, if that is a device; else
+        they are on the CPU."""
         tensor = self._tensors.get(name)
         return tensor is not None and tensor.compressor.traits.on_device and tensor.numel < 2**31
 
     def carries_float64(self, name: str) -> bool:
-        """Whether gradients of float64 of this tensor may come as such, because they are not
-        compressed; else they have to be float32."""
+        """Returns whether gradients of float64 of this tensor may come as such, because they are
+        not compressed; else they have to be float32."""
         tensor = self._tensors.get(name)
         clips = self._now.clip_norm is not None
         return tensor is not None and tensor.compressor.traits.carries_float64 and not clips
@@ -152,7 +153,7 @@ class Driver(ABC):
 
     @property
     def succeeded(self) -> bool:
-        """Whether the last step, which is not under way, brought a result that counts."""
+        """True if the last step, which is not under way, brought a result that counts."""
         return self._latest.finite
 
     def fail_last(self) -> List[Tensor]:
@@ -178,6 +179,12 @@ class Driver(ABC):
     def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
         """Makes a tensor known."""
         chosen = wrapped(compressor_for(variant, name, shape), shape, self.machine)
+        kins = [kin_of(each) for each in (*self._kins, chosen)]
+        kin = kins.index(kins[-1])
+        if kin == len(self._kins):
+            self._kins.append(chosen)
+        elif self._kins[kin] == chosen:
+            chosen = self._kins[kin]
         digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
         state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
         undeclared = [key for key in state.arrays if not isinstance(chosen.roles.get(key), Role)]
@@ -196,7 +203,7 @@ class Driver(ABC):
         if type(chosen) is type(self.compressor) and chosen != dense:
             self._model.add(name, math.prod(shape))
             state.model = self._model
-        self._tensors[name] = Tensor(name, chosen, state, digest, math.prod(shape), declared)
+        self._tensors[name] = Tensor(name, chosen, state, kin, digest, math.prod(shape), declared)
         return self._tensors[name]
 
     def _known(self, name: str, grad: np.ndarray) -> Tensor:
@@ -212,48 +219,35 @@ class Driver(ABC):
             )
         return tensor
 
-    def _begin(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        """The generator of a tensor's step."""
-        tensor.follow(grad)
-        return self._extended(tensor, grad, step)
+    def _features(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> List[Extension]:
+        """The features that the steps of tensors have to do with, the innermost first."""
+        return [each for each in self.extensions.values() if each.concerns(tensors, steps)]
 
-    def _plain_step(self, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        alone = (
-            self._dense_alone
-            and step.size == 1
-            and tensor.compressor.residual(tensor.state) is not None
-        )
-        dense = not alone and not step.dense and self._goes_dense(tensor, step)
+    def _apart(self, group: Group, step: Step) -> Collection[str]:
+        """The names of a group's tensors that go alone in this step, which are dense in it."""
+        if self._dense_alone and step.size == 1:
+            return [t.name for t in group.tensors if t.compressor.residual(t.state) is not None]
+        dense = self._go_dense(group, step)
         if dense and not self._dense_was_logged:
             self._dense_was_logged = True
             if step.rank == 0:
                 _log.warning(
                     "%s: at step %d gathering %s from %d ranks would move more than a dense "
-                    "exchange does: it goes dense, and so do "
-                    "other tensors wherever that is so",
+                    "exchange does: it goes dense, and so do other tensors wherever that is so",
                     self.compressor.id,
                     step.index,
-                    tensor.name,
+                    next(tensor.name for tensor in group.tensors if tensor.name in dense),
                     step.size,
                 )
-        if dense or alone:
-            step = dataclasses.replace(step, dense=True)
-        if step.dense and tensor.compressor.traits.ignores_size and not tensor.compressor.roles:
-            # What comes are gradients, which have not lost their size, nor are there in true units.
-            step = dataclasses.replace(step, gain=1.0)
-        return tensor_step(tensor, grad, step)
+        owing = self.handover.owing(group.tensors)
+        return {*dense, *owing} if owing else dense
 
-    _goes_dense = staticmethod(goes_dense)
+    def _go_dense(self, group: Group, step: Step) -> Collection[str]:
+        return go_dense(group, step)
 
     def extend(self, name: str, extension: Extension) -> None:
         """Adds a feature around those that are there, or replaces the one of that name."""
         self.extensions[name] = extension
-        # Does not keep the driver, and the state with it, from being freed at once.
-        plain = functools.partial(type(self)._plain_step, weakref.proxy(self))
-        # The extensions' steps, one around the other.
-        self._extended: Begin = plain
-        for each in self.extensions.values():
-            self._extended = functools.partial(each.around, self._extended)
 
     def expect(self, **known: Any) -> None:
         """Says what is known of the coming steps: fields of `Step` by name."""
@@ -264,7 +258,7 @@ class Driver(ABC):
         self.end_step()
         self.expect(rank=rank, size=size)
         for tensor in self._tensors.values():
-            tensor.declared, tensor.checked = tensor.compressor.collectives(size), False
+            tensor.declared = tensor.compressor.collectives(size)
 
     def switch(
         self,
@@ -284,7 +278,7 @@ class Driver(ABC):
         changed, where compressors do not suit. The last step can no longer be discarded."""
         self.arrays()
         before, earlier = dict(vars(self)), self._tensors
-        vars(self).update(links, compressor=compressor, _tensors={}, _model=Model())
+        vars(self).update(links, compressor=compressor, _tensors={}, _kins=[], _model=Model())
         try:
             for name, (shape, variant) in tensors.items():
                 self._add(name, shape, variant)
@@ -300,7 +294,7 @@ class Driver(ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether anything of a gradient is kept for later steps."""
+        """True if anything of a gradient is kept for later steps."""
         return any(tensor.state.arrays for tensor in self._tensors.values())
 
     def arrays(self) -> Dict[str, Dict[str, np.ndarray]]:
@@ -311,7 +305,7 @@ class Driver(ABC):
         return {name: tensor.state.arrays for name, tensor in self._tensors.items()}
 
     def _identity(self) -> Dict[str, Any]:
-        """What a state must have in common with what it is loaded into."""
+        """The part of a state that must be alike where it is loaded."""
         return {
             "id": self.compressor.id,
             "rank": self._now.rank,
@@ -354,7 +348,7 @@ class Driver(ABC):
             self.arrays()
         residuals = [tensor.residual for tensor in self._tensors.values()]
         squares = sum(
-            kernels.of(residual).squared_norm(residual)
+            kernels.of(residual).squared_norm([residual])[0]
             for residual in residuals
             if residual is not None
         )
@@ -368,7 +362,7 @@ class Driver(ABC):
         return cast(Stats, {**counters, **computed})
 
     def totals(self) -> Dict[str, float]:
-        """What `stats` counts of steps, bytes, elements and seconds; nothing is computed for it."""
+        """Counts of `stats`: of steps, bytes, elements and seconds; nothing is computed for it."""
         summed = {
             key: sum(tensor.counters[key] for tensor in self._tensors.values())
             for key in (*SENT, *SPENT)

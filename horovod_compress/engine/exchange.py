@@ -2,65 +2,42 @@
 
 Of each tensor the reducer (Horovod's optimizer, DDP, or `simulate`) takes a carrier, sums or
 averages it over ranks as its user asked, and brings it back. A dense payload is its own carrier.
-Any other payload travels beside a carrier that holds a single 1: what came back, divided by the
-number of ranks, is the factor for the sum of the payloads, whatever the reducer's op, scale factors
-or predivision are.
+Any other payload travels with those of its group beside a carrier that holds a single 1: what came
+back, divided by the number of ranks, is the factor for the sum of the payloads, whatever the
+reducer's op, scale factors or predivision are.
 """
 
 import dataclasses
 import time
-from typing import Any, Callable, Collection, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
-from ..compressors.base import Compressor
-from ..compressors.wrapper import with_options
-from ..kernels import DeviceCall
+from ..compressors.base import Compressor, Step
+from ..compressors.wrapper import Wrapper, with_options
 from ..protocol.handshake import check_step_numbers, step_numbers
 from ..protocol.machine import Machine
-from ..protocol.requests import (
-    FLOAT32,
-    Allgather,
-    Allreduce,
-    Alltoall,
-    Final,
-    Joint,
-    StepNorm,
-    ToReducer,
-)
+from ..protocol.requests import Allgather, Allreduce, Alltoall, Final, StepNorm
 from ..transport.base import Transport
-from . import checkpoint, stages
+from . import checkpoint
+from .carried import CarriedStep, end
 from .driver import Driver, Transaction
-from .joined import exchange_jointly, start_gathers, start_maxima
+from .group import Group, form
+from .joint import exchange_jointly
 from .momentum import follow, matched
-from .stages import (
-    AT_WORK,
-    CALL,
-    DECODE,
-    ENCODE,
-    JOINT,
-    LAST,
-    NORM,
-    ROUND,
-    SMALL,
-    Pending,
-    Stage,
-    Stages,
-    first_of,
-)
-from .step import commit_or_rollback
+from .pending import DONE, FAILED, FILLING, JOINT, LAST, NORM, ROUND, Carried, Pending, Stage
 from .tensor import Tensor
 
 
 class Exchange(Driver):
-    """Drives steps eagerly: what a step asks for is started at once, and waited for when the
-    reducer has its carriers back.
+    """Drives steps eagerly: what a group asks for is started when the last of its tensors has come,
+    and waited for when the reducer has a carrier of its back.
 
     compressor: the configuration that is in force; tensors: {name: (shape, compressor)}, the
-    compressor being this one or a variant (other momentum for another parameter group). Every
-    tensor of a step is submitted before the first is finished; a step ends when all that was
-    submitted is finished. Others: as in Driver.
+    compressor being this one or a variant (other momentum for another parameter group), in an order
+    that is alike on all ranks. Every tensor of a step is submitted before the first is finished; a
+    step ends when all that was submitted is finished. Others: as in Driver.
     """
 
     def __init__(
@@ -76,25 +53,43 @@ class Exchange(Driver):
         for name, (shape, variant) in tensors.items():
             self._add(name, shape, variant)
         self._joint_lengths = transport.frame_length(), transport.frame_length()
-        self._small_length = transport.frame_length()
         self._collectives = transport  # of the transaction
         # Whether an optimizer's momentum may begin while training.
         self.follows_momentum = False
-        self._to_call = 0  # elements of those at CALL
+        # By name; none until the first gradient says where they are.
+        self._group_of: Dict[str, Group] = {}
         self._begin_at(0)
+
+    def _form(self, on_device: bool) -> None:
+        """Forms groups. Gradients are on a device on all ranks, or on none."""
+        carries, lengths = self._now.clip_norm is None, self.transport.frame_length
+        for group in form(self._tensors.values(), carries, lengths, on_device):
+            for tensor in group.tensors:
+                tensor.alone = None
+                self._group_of[tensor.name] = group
 
     def _begin_at(self, index: int) -> None:
         self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
-        self._transaction, self._stages = Transaction(), Stages()
+        self._transaction = Transaction()
+        # Of this step: what was submitted by name, and what of that is not finished.
+        self._submitted: Dict[str, Union[Pending, Carried]] = {}
+        self._open: Dict[str, Union[Pending, Carried]] = {}
+        # By group, in the order of their first tensors; and names that are not in their group's.
+        self._steps: Dict[Group, Union[Pending, Carried]] = {}
+        self._alone: set = set()
         # With sums: waits for the ranks' numbers of this step; False once they were compared.
         self._numbers: Any = None
 
     def switch(self, *arguments: Any, **named: Any) -> None:
         earlier = self.transport
         super().switch(*arguments, **named)
-        self._small_length = self.transport.frame_length()
+        self._group_of = {}
         if self.transport is not earlier:
             self.transport.count(earlier.bytes_sent, earlier.bytes_received)
+
+    def resize(self, rank: int, size: int) -> None:
+        super().resize(rank, size)
+        self._group_of = {}
 
     def submit(
         self,
@@ -112,30 +107,71 @@ class Exchange(Driver):
         memory belongs to the exchange until `finish`. A tensor that is submitted again although its
         step was never finished has that rolled back: what it took out of residuals goes back.
         """
-        if self._stages.all and (not self._stages.open or name in self._stages.all):
+        if self._submitted and (not self._open or name in self._submitted):
             self._end()
-        if not self._stages.all:
+        if not self._submitted:
             self._collectives = self.transport.in_step(f"{self.label}:ranks")
-        step = self._now
+        tensor = self._known(name, grad)
+        if not self._group_of:
+            self._form(type(grad) is not np.ndarray)
+        group, step = self._group_of[name], self._now
         if not (squares is None and lr is None and base is None):
             step = dataclasses.replace(step, squares=squares, lr=lr, base=base)
-        tensor, transaction = self._known(name, grad), self._transaction
-        pending = Pending(tensor, self._begin(tensor, grad, step), grad)
-        self._stages.add(pending)
-        self._latest = transaction
-        transaction.tensors.append(tensor)
-        self._advance(pending, None)
-        if self._to_call >= stages.TOGETHER:
-            self._call(CALL, self._advance)
-        # No tensor of the step is still to come: so these are alike on all ranks.
-        if len(self._stages.all) == len(self._tensors):
-            self._start_small()
-        return pending.carrier
+        if group not in self._steps:
+            self._begin_group(group)
+        if name in self._alone:
+            group, step = self._group_alone(tensor), dataclasses.replace(step, dense=True)
+        elif group.carried and step is not self._now:
+            group = self._group_alone(tensor)
+        pending = self._steps.get(group) or self._begin_pending(group, [tensor], step)
+        self._latest = self._transaction
+        self._transaction.tensors.append(tensor)
+        self._submitted[name] = self._open[name] = pending
+        if isinstance(pending, Carried):
+            started = time.perf_counter()
+            pending.reducing[name] = len(pending.step.tensors), grad
+            carrier = pending.step.carry(tensor, grad, step)
+            tensor.counters["encode_seconds"] += time.perf_counter() - started
+            return carrier
+        tensor.carrier[0] = 1
+        pending.come.append((tensor.place, tensor, grad, step))
+        if type(grad) is not np.ndarray:
+            pending.follow(grad)
+        pending.left -= 1
+        if not pending.left:
+            self._begin(pending)
+        return tensor.carrier
+
+    def _begin_group(self, group: Group) -> None:
+        """Begins the step of a group, of which a first tensor has come."""
+        apart = self._apart(group, self._now)
+        self._alone.update(apart)
+        together = [tensor for tensor in group.tensors if tensor.name not in apart]
+        self._begin_pending(group, together, self._now)
+
+    def _group_alone(self, tensor: Tensor) -> Group:
+        """A tensor's own group, for steps in which it does not go with the others."""
+        if tensor.alone is None:
+            asks = isinstance(tensor.compressor, Wrapper) and tensor.compressor.dense_asks
+            carried = self._now.clip_norm is None and not asks
+            tensor.alone = Group(carried, self.transport.frame_length())
+            tensor.alone.add(tensor)
+        return tensor.alone
+
+    def _begin_pending(self, group: Group, tensors: List[Tensor], step: Step) -> Any:
+        if group.carried:
+            pending: Any = Carried(group, CarriedStep(group, self._features(tensors, [step])))
+        else:
+            pending = Pending(group, len(tensors))
+            if tensors and tensors[0].declared[-1].verb != "allreduce":
+                self._collectives.expect_gather()
+        self._steps[group] = pending
+        return pending
 
     def is_payload(self, name: str, carrier: np.ndarray) -> bool:
-        """Whether the carrier that `submit` returned is what ranks have to send, and not the single
-        1 that goes beside it."""
-        return carrier is not self._tensors[name].carrier.array
+        """Returns whether the carrier that `submit` returned is what ranks have to send, and not
+        the single 1 that goes beside it."""
+        return carrier is not self._tensors[name].carrier
 
     def flush(self, factor: float = 1.0) -> None:
         """Takes every step to its last exchange, and starts that; `finish` does so by itself.
@@ -147,142 +183,113 @@ class Exchange(Driver):
     def rounds(self, factor: float = 1.0) -> Iterator[None]:
         """`flush` by rounds, for a driver of several ranks: yields when it has started something,
         before it waits for it."""
-        self._encode_small()
-        self._call(CALL, self._advance)
-        norms = self._stages.waiting(NORM)
-        squared_norm = factor**2 * sum(
-            kernels.of(pending.grad).squared_norm(pending.grad) for pending in norms
-        )
-        self._stages.take(norms)
-        for pending in norms:
-            self._advance(pending, (squared_norm, True))
-        self._call(CALL, self._advance)
-        while self._stages.at[ROUND]:
-            waiting = self._stages.waiting(ROUND)
-            maxima = [each for each in waiting if each.wait is None]
-            if maxima:
-                start_maxima(maxima, self._start)
+        for pending in self._incomplete():
+            self._begin(pending)
+        if norms := self._at(NORM):
+            squared_norm = factor**2 * self._squared_norm(norms)
+            for pending in norms:
+                self._advance(pending, squared_norm)
+        while waiting := self._at(ROUND):
             yield
-            started = time.perf_counter()
-            self._stages.take(waiting)
             self._compare_numbers()
-            answers = [pending.wait() for pending in waiting]
-            waiting[0].tensor.counters["exchange_seconds"] += time.perf_counter() - started
-            for pending, answer in zip(waiting, answers):
-                self._advance(pending, answer)
-            self._call(CALL, self._advance)
-        self._start_small()
-        if self._stages.at[JOINT]:
+            for pending in waiting:
+                self._advance(pending, self._waited(pending))
+        if joint := self._at(JOINT):
             step = dataclasses.replace(self._now, gain=factor / self._now.size)
-            yield from exchange_jointly(self._stages, self._start, step, self._joint_lengths)
+            yield from exchange_jointly(joint, step, self._joint_lengths, self._start)
 
-    def finish(self, name: str, reduced: np.ndarray) -> None:
-        """Leaves the step's result in the memory of the gradient that was submitted; where that is
-        on a device, once the last tensor of the step is finished, or by `settle`. reduced: the
-        carrier as the reducer brought it back. A result that is not finite on some rank is not
-        finite on all of them."""
-        pending, at = self._stages.open.get(name), self._stages.at
-        # Something that all tensors wait for together comes before the last exchange.
-        if pending is not None and (any(at[:JOINT]) or pending.stage is JOINT):
-            self.flush(1.0 if self.is_payload(name, pending.carrier) else float(reduced[0]))
-        if pending is None or pending.stage is not LAST:
+    def _at(self, stage: Stage) -> List[Any]:
+        return [pending for pending in self._steps.values() if pending.stage is stage]
+
+    def _incomplete(self) -> List[Pending]:
+        """Steps of groups of which not all tensors have come."""
+        return [pending for pending in self._at(FILLING) if pending.come]
+
+    def _squared_norm(self, norms: List[Pending]) -> float:
+        # By place.
+        grads: Dict[Any, Dict[str, Any]] = {}
+        for pending in norms:
+            for tensor, grad in zip(pending.tensors, pending.request.grads):
+                grads.setdefault(getattr(grad, "device", None), {})[tensor.name] = grad
+        squares: Dict[str, float] = {}
+        for named in grads.values():
+            its = list(named.values())
+            squares.update(zip(named, kernels.of(its[0]).squared_norm(its)))
+        # In the order in which tensors came.
+        return sum(squares[name] for name in self._submitted if name in squares)
+
+    def finish(self, name: str, reduced: np.ndarray, now: bool = True) -> None:
+        """Leaves the step's result in the memory of the gradient that was submitted: of a group
+        that was gathered or summed with that of its first tensor; of one whose payloads were
+        carriers with that of its last, or with `now` at once. reduced: the carrier as the reducer
+        brought it back. A result that is not finite on some rank is not finite on all of them."""
+        pending = self._open.get(name)
+        if pending is None or pending.stage is FAILED:
             raise RuntimeError(f"{name}: its step has failed before: submit it again")
-        arrived = None
-        if pending.wait is not None:
-            started = time.perf_counter()
-            self._compare_numbers()
-            arrived = pending.wait()
-            pending.tensor.counters["exchange_seconds"] += time.perf_counter() - started
-        elif reduced.dtype == FLOAT32 and reduced is not pending.grad:
-            np.copyto(pending.grad, reduced)
-            reduced = pending.grad
-        self._stages.move(pending, AT_WORK)
-        self._decode(pending, (reduced, arrived))
-        if at[DECODE] and self._stages.brought:
-            self.settle()
+        if isinstance(pending, Carried):
+            number, grad = pending.reducing.pop(name)
+            pending.step.arrived.append((number, reduced, grad))
+            if now or not pending.reducing:
+                self._decode_carried(pending)
+        elif pending.stage is not DONE:
+            self._finish_group(pending, float(reduced[0]))
+        del self._open[name]
 
-    def settle(self) -> None:
-        """Has the results of all tensors that were finished in their gradients' memory."""
-        try:
-            self._call(DECODE, self._decode)
-        except BaseException:
-            # Calls that are made a second time would add a second time.
-            self.fail()
-            raise
-
-    def _decode(self, pending: Pending, answer: Any) -> None:
-        """Sends a step, which is at work, what came of its last exchange, or of a kernel's call.
-        Its result is there then, or it has a kernel's call to make."""
+    def _decode_carried(self, pending: Carried) -> None:
         started = time.perf_counter()
-        outcome = pending.step.send(answer)
-        if isinstance(outcome, DeviceCall):
-            pending.request = outcome
-            self._stages.move(pending, DECODE)
-        else:
-            if outcome.result is not pending.grad:
-                np.copyto(pending.grad, outcome.result)
-            if not outcome.finite:
-                self._transaction.finite = False
-            self._stages.let_go(pending)
-        pending.tensor.counters["decode_seconds"] += time.perf_counter() - started
+        self._transaction.finite &= pending.step.decode()
+        first = pending.group.tensors[0]
+        first.counters["decode_seconds"] += time.perf_counter() - started
+
+    def _finish_group(self, pending: Pending, factor: float) -> None:
+        """Waits for a group's last exchange, and decodes what has come. factor: what the reducer
+        made of a 1."""
+        # Something that all groups wait for together comes before the last exchange.
+        if any([each.stage < LAST for each in self._steps.values()]):
+            self.flush(factor)
+        # Until it has succeeded.
+        pending.stage = FAILED
+        self._compare_numbers()
+        (arrived,) = self._waited(pending)
+        started = time.perf_counter()
+        self._transaction.finite &= pending.step.send((factor, arrived)).finite
+        pending.tensors[0].counters["decode_seconds"] += time.perf_counter() - started
+        pending.stage = DONE
+        # Nothing more comes of it until the step ends. Until then its arrays would stay in memory.
+        pending.request, pending.waits = None, []
+
+    def _waited(self, pending: Pending) -> List[Any]:
+        """The results of the collectives that a group waits for."""
+        started = time.perf_counter()
+        arrived = [wait() for wait in pending.waits]
+        pending.tensors[0].counters["exchange_seconds"] += time.perf_counter() - started
+        return arrived
+
+    def _begin(self, pending: Pending) -> None:
+        """Begins the step of a group that is full, or gets no more tensors."""
+        pending.begin(self._features)
+        self._advance(pending, None)
 
     def _advance(self, pending: Pending, answer: Any) -> None:
-        """Sends a step, which is at work, what it has waited for; starts what it asks for next."""
-        started, send = time.perf_counter(), pending.step.send
-        request = send(answer)
-        if isinstance(request, ToReducer):
-            pending.carrier = request.array
-            if request is pending.tensor.carrier and pending.tensor.waits(pending.grad):
-                if not self._stages.at[ENCODE]:
-                    self._collectives.expect_gather()
-                self._stages.move(pending, ENCODE)
-                return
-            request = send(None)
-        pending.request, pending.wait, stage = request, None, LAST
+        """Sends a step what it has waited for; starts what it asks for next."""
+        started, first = time.perf_counter(), pending.tensors[0]
+        pending.stage = FAILED
+        request = pending.request = pending.step.send(answer)
+        pending.waits = []
         if isinstance(request, Final):
-            if request.request is not None:
-                stage = self._start_last(pending, request.request)
-        elif isinstance(request, DeviceCall):
-            stage = CALL
-            self._to_call += pending.grad.size
+            if isinstance(request.request, list):
+                pending.stage = JOINT
+            else:
+                pending.waits.append(self._start(f".{first.name}", request.request, first))
+                pending.stage = LAST
         elif isinstance(request, StepNorm):
-            stage = NORM
-            pending.carrier = request.carrier.array
+            pending.stage = NORM
         else:
-            stage = ROUND
-            if request.op != "max":
-                pending.wait = self._start(f".{pending.tensor.name}.round", request, pending.tensor)
-        self._stages.move(pending, stage)
-        pending.tensor.counters["encode_seconds"] += time.perf_counter() - started
-
-    def _start_last(self, pending: Pending, request: Any) -> Stage:
-        """Starts a last exchange, unless tensors make it together. Returns what it waits for."""
-        small = isinstance(request, Allgather) and pending.tensor.joins
-        if small or isinstance(request, Joint):
-            if not self._stages.at[SMALL]:
-                self._collectives.expect_gather()
-            return SMALL if small else JOINT
-        pending.wait = self._start(f".{pending.tensor.name}", request, pending.tensor)
-        return LAST
-
-    def _call(self, stage: Stage, answered: Callable[[Pending, Any], Any]) -> None:
-        """Makes the calls of all tensors at a stage, as many together as are worth it. Each gets
-        its answer, also where another one fails: it has to know what was taken out of its state."""
-        counter = "decode_seconds" if stage is DECODE else "encode_seconds"
-        while self._stages.at[stage]:
-            calling = first_of(self._stages.waiting(stage))
-            self._stages.take(calling)
-            started, failure = time.perf_counter(), None
-            answers = kernels.together([pending.request for pending in calling])
-            calling[0].tensor.counters[counter] += time.perf_counter() - started
-            for pending, answer in zip(calling, answers):
-                try:
-                    answered(pending, answer)
-                except BaseException as error:
-                    failure = failure or error
-            if failure is not None:
-                raise failure
-        self._to_call = 0
+            for number, each in enumerate(request):
+                suffix = f".{first.name}.round" + (f".{number}" if number else "")
+                pending.waits.append(self._start(suffix, each, first))
+            pending.stage = ROUND
+        first.counters["encode_seconds"] += time.perf_counter() - started
 
     def _start(
         self, suffix: str, request: Union[Allreduce, Allgather, Alltoall], tensor: Tensor
@@ -300,16 +307,6 @@ class Exchange(Driver):
             self._numbers = self._collectives.allreduce(f"{self.label}:step", numbers.array)
         return self._collectives.allreduce(name, request.array, request.op)
 
-    def _encode_small(self) -> None:
-        """Encodes small tensors one after the other, while code and arrays stay in the caches."""
-        for pending in self._stages.waiting(ENCODE) if self._stages.at[ENCODE] else ():
-            self._stages.move(pending, AT_WORK)
-            self._advance(pending, None)
-
-    def _start_small(self) -> None:
-        self._encode_small()
-        start_gathers(self._stages, self._start, self._small_length, self._now.size)
-
     def _compare_numbers(self) -> None:
         """MismatchError where ranks are at different steps. Due before a sum is used."""
         if self._numbers:
@@ -320,17 +317,19 @@ class Exchange(Driver):
         """Ends the step: commits it where all that was submitted is finished, and finite, else
         rolls it back."""
         transaction = self._transaction
-        transaction.finite &= not self._stages.open
+        transaction.finite &= not self._open
         with self.held():
-            # Their gradients are to be in the residuals, as those of other unfinished steps are.
-            for pending in self._stages.waiting(ENCODE):
-                pending.step.send(None)
-            self._call(CALL, lambda pending, answer: pending.step.send(answer))
-            for pending in self._stages.all.values():
-                commit_or_rollback(pending.step, transaction.finite)
-        self._collectives.end_step()
-        self._count_step(transaction)
-        self._begin_at(self._now.index + 1)
+            try:
+                # Their gradients are to be in residuals, as those of other unfinished steps are.
+                for incomplete in self._incomplete():
+                    incomplete.begin(self._features).send(None)
+            finally:
+                for pending in self._steps.values():
+                    if pending.step is not None:
+                        end(pending.step, transaction.finite)
+                self._collectives.end_step()
+                self._count_step(transaction)
+                self._begin_at(self._now.index + 1)
         for extension in self.extensions.values():
             extension.step_ended()
 
@@ -342,33 +341,29 @@ class Exchange(Driver):
     def fail_tensor(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""
         # What other ranks wait for is still sent.
-        self._start_small()
-        pending = self._stages.open.pop(name, None)
-        if pending is not None and pending.stage in (DECODE, AT_WORK):
-            self._stages.let_go(pending)
+        for pending in self._incomplete():
+            self._begin(pending)
+        self._open.pop(name, None)
         self.fail()
-        if self._stages.brought:
-            self.settle()
-
-    def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
-        tensor = super()._add(name, shape, variant)
-        tensor.frame_length = self.transport.frame_length()
-        tensor.joins_up_to = self.transport.joins_up_to
-        return tensor
 
     def open_tensors(self) -> Collection[str]:
-        return self._stages.open
+        return self._open
 
     def end_step(self) -> None:
         self._refuse_in_step()
-        if self._stages.all:
+        if self._submitted:
             self._end()
 
     def replace(self, name: str, **options: Any) -> None:
         """Changes options of a tensor's compressor: a momentum that a scheduler has changed."""
         self.end_step()
         tensor = self._tensors[name]
-        follow(tensor, with_options(tensor.compressor, **options))
+        changed = with_options(tensor.compressor, **options)
+        # Tensors of a group have the same one.
+        known = next((each for each in self._kins if each == changed), changed)
+        if known is changed:
+            self._kins[tensor.kin] = changed
+        follow(tensor, known)
 
     def steps_taken(self) -> int:
         return self._now.index
@@ -378,7 +373,7 @@ class Exchange(Driver):
         return {**super().totals(), "bytes_sent": sent, "bytes_received": received}
 
     def rollback(self) -> None:
-        if self._stages.open:
+        if self._open:
             self._end()
 
     def _continue_from(self, saved: checkpoint.Saved) -> None:

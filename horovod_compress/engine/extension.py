@@ -1,61 +1,57 @@
-"""Features beside the algorithms, which stand around the steps of a driver's tensors."""
+"""Features beside the algorithms, which look at the steps of a driver's tensors, or change them."""
 
-from typing import Any, Callable
+from typing import Any, List, Sequence
 
-import numpy as np
-
-from ..compressors.base import Asking, Result, Step, result_of
-from ..protocol.requests import TensorStep
+from ..compressors.base import Step
 from .tensor import Tensor
-
-Begin = Callable[[Tensor, np.ndarray, Step], TensorStep]
 
 
 class Extension:
-    """A feature beside the algorithm: watches the steps of a driver's tensors, or changes them.
+    """A feature beside the algorithm.
 
-    A driver holds one for each feature, by the feature's name. Later ones are around earlier ones.
-    The methods change nothing unless a subclass overrides them.
+    A driver holds one for each feature, by the feature's name. Later ones are around earlier ones:
+    they begin first, and end last. The methods change nothing unless a subclass overrides them.
     """
 
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        """Begins a tensor's step.
+    def concerns(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> bool:
+        """Returns whether the steps of tensors that go together have to do with the feature."""
+        return True
+
+    def begin(
+        self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
+    ) -> Sequence[Step]:
+        """Begins the steps of tensors that go together.
 
         Args:
-            begin: makes the generator of the step that this one is around.
-            tensor: whose step it is.
-            grad: its flat gradient of this rank, which may be changed in place.
-            step: what is known of the step.
+            tensors: whose steps begin.
+            grads: their flat gradients of this rank, which may be changed in place.
+            steps: what is known of each.
 
         Returns:
-            The step's generator. One of its own must not hold on to arrays while it is suspended.
+            What is to be known of each.
         """
-        return begin(tensor, grad, step)
+        return steps
+
+    def encoded(self, tensors: Sequence[Tensor], payloads: Sequence[Any]) -> None:
+        """Called with the payloads, which may be changed, before they travel."""
+
+    def decoded(
+        self, tensors: Sequence[Tensor], results: Sequence[Any], finite: List[bool]
+    ) -> List[bool]:
+        """Called with the results, which may be changed.
+
+        Args:
+            tensors: as of `begin`.
+            results: flat float32.
+            finite: of each, whether it is.
+
+        Returns:
+            Of each, whether it is finite now.
+        """
+        return finite
+
+    def ended(self, tensors: Sequence[Tensor], succeeded: bool) -> None:
+        """Called when steps are committed or rolled back."""
 
     def step_ended(self) -> None:
         """Called after a step of all tensors, where the driver knows of its end."""
-
-
-def with_each(step: Asking[Result], look: Callable[[Any], Any]) -> Asking[Result]:
-    """A tensor's step, of which a feature sees each request before the driver does.
-
-    Args:
-        step: the generator of the step, or of what comes before its payload.
-        look: is called with each request, which it may change. It may call kernels, by
-            `yield from`.
-
-    Returns:
-        What the step does.
-    """
-    answer = None
-    try:
-        while True:
-            request = [step.send(answer)]
-            yield from result_of(look(request[0]))
-            # Nothing of it, or of what came before, stays here while the step waits.
-            answer = None
-            answer = yield request.pop()
-    except StopIteration as stop:
-        return stop.value
-    finally:
-        step.close()

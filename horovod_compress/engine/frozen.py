@@ -5,14 +5,13 @@ What was kept before waits. Messages are those of other steps, whatever rate a r
 optimizer that learns of results at a rate of 0 too, as Adam does, gets what it always gets.
 """
 
-from typing import Dict
+from typing import Any, Dict, Sequence, Set
 
 import numpy as np
 
 from ..compressors.base import Step
 from ..compressors.state import SHARED, zeros
-from ..protocol.requests import TensorStep
-from .extension import Begin, Extension
+from .extension import Extension
 from .handover import DEBT
 from .tensor import Tensor
 
@@ -24,22 +23,28 @@ class Frozen(Extension):
     def __init__(self) -> None:
         # By tensor: the arrays that are not in its state now, of those that are exchanged.
         self._apart: Dict[str, Dict[str, np.ndarray]] = {}
+        # Tensors in whose step they are exchanged.
+        self._open: Set[str] = set()
 
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        if step.frozen:
-            return self._frozen(begin, tensor, grad, step)
-        self._apart.pop(tensor.name, None)
-        return begin(tensor, grad, step)
+    def concerns(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> bool:
+        return bool(self._apart) or any([step.lr is not None and step.frozen for step in steps])
 
-    def _frozen(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        self._exchange(tensor)
-        try:
-            tensor.follow(grad)
-            inner = begin(tensor, grad, step)
-            del grad, step
-            yield from inner
-        finally:
-            self._exchange(tensor)
+    def begin(
+        self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
+    ) -> Sequence[Step]:
+        for tensor, step in zip(tensors, steps):
+            if step.frozen:
+                self._exchange(tensor)
+                self._open.add(tensor.name)
+            else:
+                self._apart.pop(tensor.name, None)
+        return steps
+
+    def ended(self, tensors: Sequence[Tensor], succeeded: bool) -> None:
+        for tensor in tensors:
+            if tensor.name in self._open:
+                self._open.remove(tensor.name)
+                self._exchange(tensor)
 
     def _exchange(self, tensor: Tensor) -> None:
         """Exchanges what the tensor keeps for what it keeps at a rate of 0, or back."""

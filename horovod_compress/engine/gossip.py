@@ -22,7 +22,7 @@ from ..transport.base import Transport
 from .dense_policy import compressor_for
 from .gossip_rules import Copies, merge, message, mix, undo
 from .lockstep import Named
-from .step import end_step
+from .step import end_steps
 from .topology import Topology
 
 # Of messages, where none is asked for.
@@ -89,28 +89,28 @@ class _Tensor:
         if residual is not None:
             # Of another tensor.
             residual.fill(0)
-        encoded = kernels.at_once(self.compressor.encode(z, self.state, step))
-        end_step(self.compressor, self.state, True)
+        encoded: Any = self.compressor.encode(z, self.state, step)
+        end_steps([self], True)
         self.compressor.apply_pending(self.state)
         if self.dtype is None:
             return encoded.body, encoded.finite
         if self.dtype == np.float16:
-            largest = kernels.cpu.decode_float16(encoded.array.view(np.uint16), z)
+            (largest,) = kernels.cpu.decode_float16([encoded.array.view(np.uint16)], [z])
         else:
-            largest = kernels.cpu.max_abs(encoded.array)
+            (largest,) = kernels.cpu.max_abs([encoded.array])
         return encoded.array.view(np.uint8), largest < np.inf
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float, spare: np.ndarray) -> bool:
         """Adds a part of a message, times a factor. Returns whether what is added is finite.
         ValueError for what is no part."""
         if self.dtype is None:
-            return bool(kernels.at_once(self.compressor.add(body, out, scale)))
+            return self.compressor.add(body, out, scale)
         if body.nbytes != self.numel * self.dtype.itemsize:
             raise ValueError(f"{body.nbytes} bytes for {self.numel} elements of {self.dtype}")
-        values, decode = _aligned(body, self.dtype), self.compressor.decode_dense
-        finite = kernels.at_once(decode(values, spare, self.state, scale))
+        values = _aligned(body, self.dtype)
+        finite = self.compressor.decode_dense(values, spare, self.state, scale)
         out += spare
-        return bool(finite)
+        return finite
 
 
 class Gossip:
@@ -318,7 +318,7 @@ class Gossip:
         self._memory[table] = lengths.view(np.uint8)
         encoded = Encoded(self._memory[: end + 1], 0, self._finite)
         rank, length = self.transport.rank, self._frame_length
-        return wire.seal(encoded, self._number, self._digest, self.steps, rank, length)
+        return wire.seal([encoded], self._number, self._digest, self.steps, rank, length)
 
     def _send(self, name: str, frame: np.ndarray) -> None:
         self.counts["bytes_sent"] += frame.nbytes * len(self.neighbors)
@@ -342,7 +342,8 @@ class Gossip:
 
     def _opened(self, rank: int, frame: np.ndarray) -> List[np.ndarray]:
         """The tensors' parts of a message, or of one that brings an error none."""
-        (body,), finite = wire.unseal(frame, 1, self._number, self._digest, self.steps, rank)
+        number, digest = self._number, self._digest
+        ((body,),), (finite,) = wire.unseal(frame, 1, 1, number, digest, self.steps, rank)
         table = 8 * (1 + len(self._tensors))
         lengths = _aligned(body[: table if body.size >= table else 0], np.dtype(np.int64))
         if (lengths < 0).any() or table + lengths.sum(dtype=object) != body.size:

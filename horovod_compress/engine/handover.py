@@ -5,18 +5,16 @@ goes on with its arrays. Another one gets the debt into its residual, or where i
 stays beside its state, as an array of its own, until a step that succeeds has brought it densely.
 """
 
-import dataclasses
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
-from ..compressors.base import Compressor, Step
+from ..compressors.base import Compressor, Step, with_fields
 from ..compressors.state import State
 from ..compressors.wrapper import Wrapper, unwrapped
 from ..kernels import beside
-from ..protocol.requests import Allreduce, TensorStep, ToReducer
 from . import checkpoint
-from .extension import Begin, Extension, with_each
+from .extension import Extension
 from .tensor import Tensor
 
 # The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.
@@ -70,6 +68,11 @@ class Handover(Extension):
     def __init__(self) -> None:
         # Whether it was taken for granted that the reducer averages.
         self.takes_average = False
+        # By tensor, in its step: the debt that is added to its payload; None where that has it.
+        self._paying: Dict[str, Optional[np.ndarray]] = {}
+
+    def concerns(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> bool:
+        return any([DEBT in tensor.state.arrays for tensor in tensors])
 
     def hand_over(
         self, earlier: Tensor, tensor: Tensor, gain: float, factor: Optional[float]
@@ -112,38 +115,49 @@ class Handover(Extension):
         # Ranks that come later change nothing of what was handed over.
         self.takes_average = False
 
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        debt = tensor.state.arrays.get(DEBT)
-        if debt is None:
-            return begin(tensor, grad, step)
-        if _pays(tensor.compressor):
-            return _paying(tensor, begin(tensor, grad, step), None)
-        debt = late(tensor.compressor, debt)
-        if not tensor.keeps_gradients:
-            # Its payload travels as the gradient comes.
-            debt = np.float32(1 / step.scale) * debt
-        # A graph has an operation for the type that `encode` makes, which may be float16.
-        dense = tensor.declared[0].verb != "reducer"
-        return _paying(tensor, begin(tensor, grad, dataclasses.replace(step, dense=dense)), debt)
+    @staticmethod
+    def owing(tensors: Sequence[Tensor]) -> List[str]:
+        """Returns the names of tensors whose steps are dense, to bring a debt."""
+        owing = [tensor for tensor in tensors if DEBT in tensor.state.arrays]
+        return [tensor.name for tensor in owing if not _pays(tensor.compressor)]
+
+    def begin(
+        self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
+    ) -> Sequence[Step]:
+        for tensor, step in zip(tensors, steps):
+            debt = tensor.state.arrays.get(DEBT)
+            if debt is None:
+                continue
+            if _pays(tensor.compressor):
+                self._paying[tensor.name] = None
+                continue
+            # It is alone in its group.
+            debt = late(tensor.compressor, debt)
+            if not tensor.keeps_gradients:
+                # Its payload travels as the gradient comes.
+                debt = np.float32(1 / step.scale) * debt
+            self._paying[tensor.name] = debt
+            # A graph has an operation for the type that `encode` makes, which may be float16.
+            steps = with_fields(steps, dense=tensor.declared[0].verb != "reducer")
+        return steps
+
+    def encoded(self, tensors: Sequence[Tensor], payloads: Sequence[Any]) -> None:
+        # In a residual, where it would stay after a failed step, it never is.
+        for tensor, payload in zip(tensors, payloads):
+            debt = self._paying.get(tensor.name)
+            if debt is not None:
+                payload.array += beside(debt, payload.array)
+
+    def ended(self, tensors: Sequence[Tensor], succeeded: bool) -> None:
+        for tensor in tensors:
+            if tensor.name in self._paying:
+                del self._paying[tensor.name]
+                if succeeded:
+                    tensor.state.arrays.pop(DEBT, None)
 
 
 def _pays(compressor: Compressor) -> bool:
     return isinstance(compressor, Wrapper) and compressor.pays_debts
-
-
-def _paying(tensor: Tensor, step: TensorStep, debt: Optional[np.ndarray]) -> TensorStep:
-    """A tensor's dense step, with a debt added to its payload, that the tensor no longer has where
-    the step succeeds. In a residual, where it would stay after a failed step, it never is."""
-
-    def add(request: Any) -> None:
-        # The first is a carrier, unless it is the payload itself.
-        payload = getattr(request, "request", request)
-        moves = isinstance(payload, (ToReducer, Allreduce)) and payload is not tensor.carrier
-        if moves and debt is not None:
-            payload.array += beside(debt, payload.array)
-
-    yield from with_each(step, add)
-    tensor.state.arrays.pop(DEBT, None)
 
 
 def _kind(compressor: Compressor, arrays: Dict[str, np.ndarray]) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, Iterable, Mapping, NamedTuple, Optional,
 import numpy as np
 
 from .. import kernels
-from ..compressors.base import Compressor, Step, result_of
+from ..compressors.base import Compressor, Step
 from ..compressors.state import LOCAL, State, zeros
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
@@ -155,7 +155,7 @@ class HostParts(Wrapper):
     rows as a machine has ranks.
     """
 
-    pays_debts = True
+    pays_debts = dense_asks = True
 
     machine: Machine
     shape: Tuple[int, ...]
@@ -193,6 +193,10 @@ class HostParts(Wrapper):
         # Beside a debt, which is in true units, gradients are to be in those, too.
         vars(self)["roles"] = {**self.roles, DEBT: LOCAL}
 
+    @property
+    def kin(self) -> Any:
+        return type(self), self.inner
+
     def __repr__(self) -> str:
         return f"{self.inner!r} on hosts of {self.machine.size}"
 
@@ -218,7 +222,8 @@ class HostParts(Wrapper):
     def encode(self, grad: np.ndarray, state: State, step: Step) -> Generator[Any, Any, Any]:
         part = yield from self._summed(grad, state, step)
         step = dataclasses.replace(step, scale=1.0)
-        return (yield from result_of(self.inner.encode(part, state, step)))
+        encoding = self.inner.encode(part, state, step)
+        return (yield from encoding) if isinstance(encoding, Generator) else encoding
 
     def encode_dense(
         self, grad: np.ndarray, state: State, step: Step
@@ -233,7 +238,7 @@ class HostParts(Wrapper):
         """This rank's part of the gradient's memory, with the host's sum. The rest of the gradient
         is zero then."""
         slots = SharedMemory.of(self.machine).slots[state.name]
-        kernels.of(grad).move(grad, slots[self.machine.local], scale=step.scale)
+        kernels.of(grad).move([grad], [slots[self.machine.local]], scale=step.scale)
         debt = state.arrays.get(DEBT)
         if debt is not None:
             slots[self.machine.local] += late(self.inner, debt)
@@ -247,7 +252,7 @@ class HostParts(Wrapper):
                 del state.arrays[DEBT]
         first, last, *_ = self.part_of()
         part = grad[first:last]
-        kernels.of(part).add_up(part, [slot[first:last] for slot in slots])
+        kernels.of(part).add_up([part], [[slot[first:last] for slot in slots]])
         return part
 
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:

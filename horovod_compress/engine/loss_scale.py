@@ -5,15 +5,13 @@ kept of gradients needs them in those; payloads that leave nothing behind travel
 so do those whose state is of results, because half precision has more digits for them.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
 from .. import kernels
-from ..compressors.base import Asking, Step, multiply
-from ..protocol.requests import Outcome, TensorStep
-from .extension import Begin, Extension, with_each
+from ..compressors.base import Step, multiply, with_fields
+from .extension import Extension
 from .tensor import Tensor
 
 
@@ -33,29 +31,43 @@ def to_true_units(loss_scale: float) -> float:
 class LossScale(Extension):
     """Takes the loss scale off gradients, and puts it on results."""
 
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        if step.scale == 1:
-            return begin(tensor, grad, step)
-        loss_scale = 1 / step.scale
-        if tensor.keeps_gradients:
-            step = dataclasses.replace(step, gain=loss_scale)
-            if tensor.compressor.traits.takes_scale:
-                return begin(tensor, grad, step)
-            grad *= np.float32(step.scale)
-            if step.squares is not None:
-                np.multiply(step.squares, np.float32(step.scale**2), out=step.squares)
-            return begin(tensor, grad, dataclasses.replace(step, scale=1.0))
-        of_results = bool(tensor.compressor.roles.keys() & tensor.state.arrays.keys())
-        gain = loss_scale if tensor.compressor.traits.ignores_size else 1.0
-        if of_results:
+    def __init__(self) -> None:
+        # By tensor: what its result is multiplied by.
+        self._to_come: Dict[str, float] = {}
+
+    def concerns(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> bool:
+        return steps[0].scale != 1
+
+    def begin(
+        self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
+    ) -> Sequence[Step]:
+        first, step = tensors[0], steps[0]
+        compressor, loss_scale = first.compressor, 1 / step.scale
+        # On hosts, some tensors of a group may owe a debt.
+        if any(tensor.keeps_gradients for tensor in tensors):
+            if compressor.traits.takes_scale:
+                return with_fields(steps, gain=loss_scale)
+            for grad, each in zip(grads, steps):
+                grad *= np.float32(step.scale)
+                if each.squares is not None:
+                    np.multiply(each.squares, np.float32(step.scale**2), out=each.squares)
+            return with_fields(steps, gain=loss_scale, scale=1.0)
+        gain = loss_scale if compressor.traits.ignores_size else 1.0
+        if compressor.roles.keys() & first.state.arrays.keys():
+            # The state is of results.
             gain = step.scale
+            self._to_come.update((tensor.name, loss_scale) for tensor in tensors)
         limit = step.clip_norm and step.clip_norm * loss_scale
-        step = dataclasses.replace(step, scale=1.0, gain=gain, clip_norm=limit)
+        return with_fields(steps, scale=1.0, gain=gain, clip_norm=limit)
 
-        def put_on(request: Any) -> Asking[None]:
-            if isinstance(request, Outcome):
-                largest = yield from kernels.max_abs(request.result)
-                request.finite &= multiply(request.result, loss_scale, largest)
-
-        inner = begin(tensor, grad, step)
-        return with_each(inner, put_on) if of_results else inner
+    def decoded(
+        self, tensors: Sequence[Tensor], results: Sequence[Any], finite: List[bool]
+    ) -> List[bool]:
+        if tensors[0].name not in self._to_come:
+            return finite
+        largest = kernels.of(results[0]).max_abs(results)
+        scaled = [
+            multiply(result, self._to_come.pop(tensor.name), its)
+            for tensor, result, its in zip(tensors, results, largest)
+        ]
+        return [before and after for before, after in zip(finite, scaled)]

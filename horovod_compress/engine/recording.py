@@ -1,4 +1,4 @@
-"""What steps of a compression did, for files, callables and TensorBoard; and a warning where what
+"""Records of a compression's steps, for files, callables and TensorBoard; and a warning where what
 is kept of gradients only grows."""
 
 import contextlib
@@ -26,9 +26,8 @@ import numpy as np
 
 from .. import kernels
 from ..compressors.base import Compressor, Step
-from ..protocol.requests import TensorStep
 from .driver import Driver
-from .extension import Begin, Extension
+from .extension import Extension
 from .records import Record, TensorRecord
 from .tensor import SENT, SPENT, Tensor
 
@@ -86,14 +85,19 @@ class Recorder(Extension):
         self._warned = False
 
     def wants(self, step: int) -> bool:
-        """Whether the step of this number is recorded."""
+        """Returns whether the step of this number is recorded."""
         return step % self._every == 0
 
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        if self.wants(step.index):
+    def concerns(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> bool:
+        return self.wants(steps[0].index)
+
+    def begin(
+        self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
+    ) -> Sequence[Step]:
+        for tensor, grad, step in zip(tensors, grads, steps):
             gradient = grad if step.base is None else grad - step.base
             self._squares[tensor.name] = _squared_norm(gradient) * step.scale**2
-        return begin(tensor, grad, step)
+        return steps
 
     def step_ended(self) -> None:
         """Records the last step, where it is one to be recorded. Nothing may be under way."""
@@ -146,7 +150,7 @@ class Recorder(Extension):
         keys: Iterable[str],
         tensors: Collection[Tensor],
     ) -> Dict[str, Any]:
-        """What was counted since the record before, and the norms over tensors, without loss scale;
+        """The counts since the record before, and the norms over tensors, without loss scale;
         None where they are unknown, or not finite."""
         counted = {key: now[key] - before.get(key, 0) for key in keys}
         gradients = [self._squares[t.name] for t in tensors if t.name in self._squares]
@@ -291,7 +295,7 @@ def _squared_norm(array: np.ndarray) -> float:
     # Kernels know no float64.
     if array.dtype == np.float64:
         return float(np.dot(array, array))
-    return kernels.of(array).squared_norm(array)
+    return kernels.of(array).squared_norm([array])[0]
 
 
 def _root(squares: List[float]) -> Optional[float]:
@@ -345,7 +349,7 @@ def read(path: Union[str, "os.PathLike[str]"]) -> List[Record]:
 
 
 def _wrong(record: Any) -> Optional[str]:
-    """What a record must have and has not, as `Recorder` writes it."""
+    """The part that a record must have and has not, as `Recorder` writes it."""
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return f"its format is not {FORMAT}"
     spec, tensors = record.get("spec"), record.get("tensors", {})
@@ -368,5 +372,6 @@ def _not_numbers(record: Dict[str, Any], keys: Sequence[str]) -> List[str]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether that is a number with which one can reckon: JSON's may have any size, or be NaN."""
+    """Returns whether that is a number with which one can reckon: JSON's may have any size, or be
+    NaN."""
     return type(value) in (int, float) and -_MOST_NUMBER < value < _MOST_NUMBER

@@ -1,14 +1,13 @@
 """Steps that can be discarded: each begins with a copy of the state, and goes back to it."""
 
-from typing import Dict
+from typing import Any, Dict, Sequence
 
 import numpy as np
 
 from ..compressors.base import Step
-from ..protocol.requests import TensorStep
 from .checkpoint import copies
 from .driver import Driver
-from .extension import Begin, Extension
+from .extension import Extension
 from .tensor import Tensor
 
 
@@ -20,18 +19,19 @@ class Snapshots(Extension):
         # By tensor and array, of the last step. The memory is used again.
         self._before: Dict[str, Dict[str, np.ndarray]] = {}
 
-    def around(self, begin: Begin, tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-        tensor.compressor.apply_pending(tensor.state)
-        earlier = self._before.get(tensor.name, {})
-        self._before[tensor.name] = copies(tensor.state.arrays, earlier)
-        return self._restoring(tensor, begin(tensor, grad, step))
+    def begin(
+        self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
+    ) -> Sequence[Step]:
+        for tensor in tensors:
+            tensor.compressor.apply_pending(tensor.state)
+            earlier = self._before.get(tensor.name, {})
+            self._before[tensor.name] = copies(tensor.state.arrays, earlier)
+        return steps
 
-    def _restoring(self, tensor: Tensor, step: TensorStep) -> TensorStep:
-        try:
-            yield from step
-        except BaseException:
-            self.restore(tensor)
-            raise
+    def ended(self, tensors: Sequence[Tensor], succeeded: bool) -> None:
+        if not succeeded:
+            for tensor in tensors:
+                self.restore(tensor)
 
     def restore(self, tensor: Tensor) -> None:
         """Makes a tensor's state what it was before its last step."""

@@ -14,12 +14,13 @@ import itertools
 import math
 import struct
 import zlib
+from collections.abc import Generator
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
-from ..compressors.base import GATHER, Asking, Compressor, Step, result_of
+from ..compressors.base import GATHER, Asking, Compressor, Step
 from ..compressors.state import State
 from ..compressors.topk import TopK
 from ..compressors.wrapper import Wrapper
@@ -161,30 +162,35 @@ class Splitting(Wrapper):
         payloads = 1 + accepted(self.inner, step.size)
         return None if bits is None else bits * payloads / step.size
 
-    def encode(self, grad: np.ndarray, state: State, step: Step) -> Asking[Payload]:
-        inner, residual = self.inner, self.residual(state)
-        encoded = yield from result_of(inner.encode(grad, state, step))
-        if not isinstance(encoded, Encoded):
-            return encoded
-        return SelectAgain(
-            encoded, split_of(inner, grad.size, step), grad, residual, inner.traits.number
-        )
+    def encode_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Asking[List[Payload]]:
+        encodings = self.inner.encode_all(grads, states, steps)
+        payloads = (yield from encodings) if isinstance(encodings, Generator) else encodings
+        for i, (payload, grad, state) in enumerate(zip(payloads, grads, states)):
+            if isinstance(payload, Encoded):
+                split, residual = split_of(self.inner, grad.size, steps[i]), self.residual(state)
+                payloads[i] = SelectAgain(payload, split, grad, residual, self.traits.number)
+        return payloads
 
     # The result of a Joint is what its own exchange has made of it.
-    def decode(  # type: ignore[override]
-        self, summed: Selected, out: np.ndarray, state: State, step: Step, scale: float
-    ) -> bool:
-        if summed.bodies is None:
-            out.fill(np.nan)
-            return False
-        finite, factor = True, scale / summed.scale
-        for first, last, body in summed.bodies:
+    def decode_all(  # type: ignore[override]
+        self, summed: List[Selected], outs: List[np.ndarray], states: Any, steps: Any, scale: float
+    ) -> List[bool]:
+        finite, found = [each.bodies is not None for each in summed], []
+        for i, (each, out, state) in enumerate(zip(summed, outs, states)):
+            state.sent = each.left
+            found += [(i, body, out[first:last]) for first, last, body in each.bodies or ()]
+            if each.bodies is None:
+                out.fill(np.nan)
+        if found:
+            tensors, bodies, parts = map(list, zip(*found))
             try:
-                finite &= kernels.at_once(self.inner.add(body, out[first:last], factor))
+                added = self.inner.add_all(bodies, parts, scale / summed[0].scale)
             except ValueError as error:
-                where = f"sums of {state.name} from element {first} on"
-                raise wire.WireError(f"{where}: {error}") from None
-        state.sent = summed.left
+                raise wire.WireError(f"sums that owners have accepted: {error}") from None
+            for i, good in zip(tensors, added):
+                finite[i] &= good
         return finite
 
     def commit(self, state: State) -> None:
@@ -222,16 +228,11 @@ def regions_of(sizes: Tuple[Tuple[int, int], ...], ranks: int, accept: float) ->
         for parts, low, high in zip(regions, inside, inside[1:]):
             if low < high:
                 first, last = numel * low // k, numel * high // k
-                quota = max(
-                    _rounded(accept * (before + high)) - _rounded(accept * (before + low)), 1
-                )
+                until = math.floor(accept * (before + high) + 0.5)
+                quota = max(until - math.floor(accept * (before + low) + 0.5), 1)
                 parts.append(Part(tensor, first, last, quota if accept < ranks else last - first))
         before += k
     return regions
-
-
-def _rounded(number: float) -> int:
-    return math.floor(number + 0.5)
 
 
 class _Messages:
@@ -271,7 +272,7 @@ class _Messages:
     def _framed(self, pieces: Sequence[Any], to: int) -> np.ndarray:
         length = self._sums_length if to < 0 else wire.exact
         encoded, step = Encoded(new_body(*pieces), 0), self._step
-        return wire.seal(encoded, self._number, self._digest(to), step.index, step.rank, length)
+        return wire.seal([encoded], self._number, self._digest(to), step.index, step.rank, length)
 
     def unseal(
         self, arrived: Sequence[np.ndarray], regions: Regions, rank: int, own: int, to: int = -1
@@ -282,9 +283,9 @@ class _Messages:
         joined = np.concatenate(arrived)
         self.received[0] += len(joined) - own
         digest, index = self._digest(to), self._step.index
-        frames, _ = wire.unseal(joined, len(regions), self._number, digest, index)
+        frames, _ = wire.unseal(joined, len(regions), 1, self._number, digest, index)
         bodies = []
-        for sender, (frame, parts) in enumerate(zip(frames, regions)):
+        for sender, ((frame,), parts) in enumerate(zip(frames, regions)):
             try:
                 bodies.append(_split_bodies(frame, len(parts)))
             except wire.WireError as error:
@@ -338,17 +339,19 @@ def _bodies_by_owner(
                 bodies.append(payload.body)
             else:
                 if tensor not in entries:
-                    entries[tensor] = kernel.decode_sparse(payload.body, numel=its.grad.size)
+                    (entries[tensor],) = kernel.decode_sparse([payload.body], numel=its.grad.size)
                 indices, values = entries[tensor]
                 low, high = np.searchsorted(indices, [first, last])
                 cut = indices[low:high] - np.uint32(first)
                 count = SCALES.get(its.split.values, 0)
                 scales = payload.body[HEAD.size :][: 4 * count].view("<f4")
-                bodies.append(
-                    kernel.encode_sparse(
-                        cut, values[low:high], kind=its.split.values, scales=scales.tolist()
-                    ).body
+                (encoded,) = kernel.encode_sparse(
+                    [cut],
+                    [values[low:high]],
+                    kind=its.split.values,
+                    scales=tuple(scales.tolist()),
                 )
+                bodies.append(encoded.body)
         yield bodies
 
 
@@ -362,10 +365,11 @@ def _accept(
     finite, entries = math.isfinite(scale) and scale != 0 and all(map(len, bodies)), []
     for rank, body in enumerate(bodies if finite else ()):
         try:
-            entries.append(kernel.decode_sparse(body, numel=sums.size))
+            ((indices, values),) = kernel.decode_sparse([body], numel=sums.size)
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
-        finite &= kernel.scatter_add(sums, *entries[-1], scale=scale)
+        finite &= kernel.scatter_add([sums], [indices], [values], scale=scale)[0]
+        entries.append((indices, values))
     if not finite:
         return _NOT_FINITE, _NONE_LEFT
     places = np.unique(np.concatenate([indices for indices, _ in entries]))
@@ -375,13 +379,14 @@ def _accept(
     # For a residual: such are accepted in any case.
     too_large = np.abs(unscaled + tensor.residual[part.first : part.last][places]) >= TOO_LARGE
     chosen = _largest(np.abs(unscaled), part.quota) | too_large
-    accepted, _, values, scales = kernel.take_entries(
-        places[chosen], sums, None, kind=tensor.split.values, masked=0
+    kind = tensor.split.values
+    ((accepted, _, values, scales),) = kernel.take_entries(
+        [places[chosen]], [sums], None, kind=kind, masked=0
     )
-    body = kernel.encode_sparse(accepted, values, kind=tensor.split.values, scales=scales).body
+    (encoded,) = kernel.encode_sparse([accepted], [values], kind=kind, scales=[scales])
     left = np.where(chosen, sums[places] / np.float32(scale), unscaled)
     sums[places] = 0
-    return body, ((places + np.uint32(part.first))[left != 0], left[left != 0])
+    return encoded.body, ((places + np.uint32(part.first))[left != 0], left[left != 0])
 
 
 def _largest(magnitude: np.ndarray, count: int) -> np.ndarray:

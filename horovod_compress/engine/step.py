@@ -1,282 +1,311 @@
-"""One tensor's step on one rank, from its gradient to the result, without input or output (sans
-I/O).
+"""One group's step on one rank, from gradients to results, without input or output (sans I/O).
 
-`tensor_step` is a generator: it yields requests, is sent their results, and never waits. It frames
-payloads, scales results, counts bytes, and commits what the step took out of the state or rolls it
-back, as on all ranks where a gradient has a NaN on one. Drivers only pump it: `exchange.Exchange`
-(eager), the TensorFlow adapter's graph, and `lockstep`, N ranks in one process.
+`group_step` is a generator: it yields requests, is sent their results, and never waits. It frames
+payloads, scales results, counts bytes, and commits what the step took out of states or rolls it
+back, as on all ranks where a gradient has a NaN on one. Drivers only pump it.
 """
 
-import dataclasses
+import itertools
 from types import GeneratorType
-from typing import Any, Generator, Optional, Tuple, Union
+from typing import Any, Generator, Iterable, List, Sequence, Tuple
 
 import numpy as np
 
-from ..compressors.base import Asking, Compressor, Step
-from ..compressors.state import State
+from ..compressors.base import Asking, Compressor, Step, with_fields
+from ..compressors.groups import for_each
 from ..compressors.wrapper import Wrapper
-from ..kernels import DeviceCall, Encoded, beside
+from ..kernels import HEADROOM, Encoded, beside
 from ..protocol import wire
-from ..protocol.requests import (
-    FLOAT32,
-    Allgather,
-    Allreduce,
-    Alltoall,
-    Collective,
-    Exchanged,
-    Final,
-    Joint,
-    Outcome,
-    Payload,
-    StepNorm,
-    TensorStep,
-    ToReducer,
-)
-from .dense_policy import note_size
-from .extension import with_each
+from ..protocol.requests import Allgather, Allreduce, Final, Joint, Outcome, StepNorm, ToReducer
+from .contract import check_payloads, check_request
+from .dense_policy import note_sizes
+from .extension import Extension
+from .group import Group, digest_of
 from .tensor import Tensor
 
-_NOTHING_MORE = Final(None)
-_PAYLOADS = (ToReducer, Allreduce, Encoded, Joint)
+# Yields Requests; what it is sent depends on each.
+GroupStep = Generator[Any, Any, None]
+_CARRIER = 4  # bytes of a single 1
 
 
-def tensor_step(tensor: Tensor, grad: np.ndarray, step: Step) -> TensorStep:
-    """The step of one tensor: yields requests, is sent their results, and decodes the result into
-    `grad`, flat float32, or where the gradient itself was the payload into what the reducer brought
-    back; `Outcome` says where.
+def group_step(
+    group: Group,
+    tensors: Sequence[Tensor],
+    grads: Sequence[np.ndarray],
+    steps: Sequence[Step],
+    features: Sequence[Extension],
+) -> GroupStep:
+    """The step of a group: yields requests, is sent their results, and decodes results into
+    `grads`, flat float32. `Outcome` says whether they are finite.
 
     Closed before its Outcome is answered, or where it raises, the step is rolled back. WireError
     for payloads that are not what this rank expects.
+
+    Args:
+        group: in whose step these come.
+        tensors: those of the group that are in this step, alike on all ranks.
+        grads: their gradients.
+        steps: what is known of each.
+        features: those that the step concerns, the innermost first.
     """
-    compressor, state = tensor.compressor, tensor.state
-    tensor.counters["dense_bytes"] += grad.nbytes
-    base = step.base
-    if base is not None:
-        step, base = _subtract_base(compressor, base, grad, step)
+    steps = begin(tensors, grads, steps, features)
     succeeded = False
     try:
-        # For the reducer, which has to have it before ranks agree on anything.
-        carrier = None
+        bases, steps = subtract_bases(group.compressor, grads, steps)
+        step = steps[0]
         if step.clip_norm is not None:
-            one = tensor.one()
-            squared_norm, handed_over = yield StepNorm(grad, one)
-            step = dataclasses.replace(step, scale=step.scale * _clipping(step, squared_norm))
-            carrier = one if handed_over else None
-        elif not step.dense and tensor.waits(grad):
-            # It encodes when all small tensors are there. The reducer has its carrier now.
-            carrier = tensor.one()
-            yield carrier
-        encode = compressor.encode_dense if step.dense else compressor.encode
-        encoded = encode(grad, state, step)
-        if carrier is None:
-            carrier = encoded if isinstance(encoded, ToReducer) else tensor.one()
-            yield carrier
-        tensor.count(carrier)
-        payload = (
-            encoded
-            if isinstance(encoded, _PAYLOADS)
-            else (yield from _rounds(tensor, encoded, step.size))
+            factor = clipping(step, (yield StepNorm(grads)))
+            steps = with_fields(steps, scale=step.scale * factor)
+        states = [tensor.state for tensor in tensors]
+        alike = group.follow(tensors, grads)
+        payloads = (
+            _call(tensors, False, "encode_dense", grads, states, steps)
+            if step.dense
+            else _call(tensors, alike, "encode", grads, states, steps)
         )
-        final = (
-            _NOTHING_MORE
-            if payload is carrier
-            else Final(_last_request(tensor, payload, grad, step))
-        )
-        if not tensor.checked:
-            _check(tensor, payload, grad, step)
-        sent = None if isinstance(payload, ToReducer) else payload.elements
-        tensor.counters["elements_sent"] += tensor.numel if sent is None else sent
-        reduced, arrived = yield final
-        result, finite = _decode(tensor, payload, grad, step, reduced, arrived)
-        # Gathered payloads, and kernels on a device, are decoded by a generator.
-        if isinstance(finite, GeneratorType):
-            finite = yield from finite
-        if base is not None:
-            result += base
-        outcome = [Outcome(result, finite)]
+        if isinstance(payloads, GeneratorType):
+            payloads = yield from _rounds(group, tensors, payloads, step.size)
+        for feature in features:
+            feature.encoded(tensors, payloads)
+        if not group.checked:
+            check_payloads(group, payloads, grads, steps)
+        _count(tensors, grads, payloads)
+        factor, arrived = yield _final(group, tensors, payloads, step)
+        finite = _decode(group, tensors, payloads, grads, steps, factor, arrived, alike)
+        _add_bases(bases)
+        for feature in features:
+            finite = feature.decoded(tensors, grads, finite)
+        outcome = [Outcome(all(finite))]
         # The answer comes with the next step: until then these would stay in memory.
-        del grad, base, step, encoded, payload, carrier, final, reduced, arrived, result, finite
+        del grads, bases, steps, step, payloads, arrived, states
         yield outcome.pop()
         succeeded = True
     finally:
-        end_step(compressor, state, succeeded)
+        end_steps(tensors, succeeded)
+        for feature in features:
+            feature.ended(tensors, succeeded)
 
 
-def end_step(compressor: Compressor, state: State, succeeded: bool) -> None:
-    """Ends the open step: by `commit` or `rollback`, or after a dense step that succeeded by
-    `forget_sent`."""
-    if not state.all_sent:
-        (compressor.commit if succeeded else compressor.rollback)(state)
-    elif succeeded:
-        compressor.forget_sent(state)
-    state.rollbacks, state.sent, state.all_sent = [], None, False
+def begin(
+    tensors: Sequence[Tensor],
+    grads: Sequence[np.ndarray],
+    steps: Sequence[Step],
+    features: Sequence[Extension],
+) -> Sequence[Step]:
+    """Begins the steps of tensors in all features. Returns what is to be known of each."""
+    for feature in reversed(features):
+        steps = feature.begin(tensors, grads, steps)
+    compressor = tensors[0].compressor
+    if steps[0].dense and compressor.traits.ignores_size and not compressor.roles:
+        # What comes are gradients, which have not lost their size, nor are there in true units.
+        return with_fields(steps, gain=1.0)
+    return steps
 
 
-def _subtract_base(
-    compressor: Compressor, base: np.ndarray, grad: np.ndarray, step: Step
-) -> Tuple[Step, Optional[np.ndarray]]:
-    """Where the compressor does not do so, subtracts from the gradient what it counts from. Returns
-    the step, without a base then, and what is to be added to the result."""
-    if compressor.traits.takes_base and not step.dense:
-        return step, None
-    grad -= base
-    return dataclasses.replace(step, base=None), base
+def end_steps(tensors: Iterable[Any], succeeded: bool) -> None:
+    """Ends the open steps of tensors: by `commit` or `rollback`, or after a dense step that
+    succeeded by `forget_sent`."""
+    for tensor in tensors:
+        compressor, state = tensor.compressor, tensor.state
+        if state.all_sent:
+            if succeeded:
+                compressor.forget_sent(state)
+        elif not succeeded:
+            compressor.rollback(state)
+        # Most have nothing to do.
+        elif type(compressor).commit is not Compressor.commit:
+            compressor.commit(state)
+        state.rollbacks, state.sent, state.all_sent = [], None, False
 
 
-def commit_or_rollback(step: TensorStep, succeeded: bool) -> None:
-    """Ends a tensor's step: goes on after its Outcome, or where it has not succeeded or not come
-    that far, rolls it back."""
-    if succeeded:
-        next(step, None)
-    else:
-        step.close()
+# Of tensors: the gradient's memory, and what the result is to be added to.
+Bases = List[Tuple[np.ndarray, np.ndarray]]
+
+
+def subtract_bases(
+    compressor: Compressor, grads: Sequence[np.ndarray], steps: Sequence[Step]
+) -> Tuple[Bases, Sequence[Step]]:
+    """Subtracts from gradients what they count from, where the compressor does not do so. Returns
+    what is to be added to results, and the steps without bases then."""
+    bases = [(grad, step.base) for grad, step in zip(grads, steps) if step.base is not None]
+    if not bases or compressor.traits.takes_base and not steps[0].dense:
+        return [], steps
+    for grad, base in bases:
+        grad -= base
+    return bases, with_fields(steps, base=None)
+
+
+def _add_bases(bases: Bases) -> None:
+    for grad, base in bases:
+        grad += base
 
 
 def _rounds(
-    tensor: Tensor, encoding: Any, size: int
-) -> Generator[Union[Exchanged, DeviceCall], Any, Payload]:
-    """Yields what a compressor asks for before it has its payload, counted; returns the payload.
-    TypeError for what is neither."""
-
-    def look(request: Any) -> None:
-        if not isinstance(request, DeviceCall):
-            _check_request(tensor, request, size)
-            tensor.count(request)
-
-    if isinstance(encoding, GeneratorType):
-        encoding = yield from with_each(encoding, look)
-    if not isinstance(encoding, _PAYLOADS):
-        raise TypeError(
-            f"{tensor.compressor.id}: encode returns Encoded, Allreduce or ToReducer, not an "
-            f"object of {type(encoding)}"
-        )
-    return encoding
-
-
-def _check_request(tensor: Tensor, request: Any, size: int) -> None:
-    """TypeError or ValueError for a request that a compressor may not make before its payload."""
-    if not isinstance(request, (Allreduce, Allgather, Alltoall)):
-        raise TypeError(
-            f"{tensor.compressor.id}: encode yields Allreduce, Allgather or Alltoall, not an "
-            f"object of {type(request)}"
-        )
-    if not tensor.checked and request.collective not in tensor.declared:
-        raise ValueError(
-            f"{tensor.compressor.id}: encode yields {request.collective}, and `collectives` "
-            f"declares {tensor.declared}"
-        )
-    if isinstance(request, Alltoall) and (
-        len(request.splits) != size
-        or min(request.splits) < 0
-        or sum(request.splits) != request.array.size
-    ):
-        raise ValueError(
-            f"{tensor.compressor.id}: an alltoall of {request.array.size} bytes on {size} "
-            f"ranks needs {size} splits that add up to those, "
-            f"not {list(request.splits)}"
-        )
+    group: Group, tensors: Sequence[Tensor], encoding: Asking[List[Any]], size: int
+) -> Asking[List[Any]]:
+    """Yields what a compressor asks for before it has its payloads, counted and joined; returns the
+    payloads."""
+    answers: Any = None
+    try:
+        while True:
+            requests = encoding.send(answers)
+            # A tensor that asks no more has None.
+            asking = [i for i, request in enumerate(requests) if request is not None]
+            for i in asking:
+                check_request(group, requests[i], size)
+                tensors[i].count(requests[i])
+            found = yield from _joined([requests[i] for i in asking])
+            answers = [None] * len(requests)
+            for i, answer in zip(asking, found):
+                answers[i] = answer
+    except StopIteration as stop:
+        return stop.value
+    finally:
+        encoding.close()
 
 
-def _check(tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step) -> None:
-    """Raises ValueError where a tensor's first payload is not what its compressor has declared, or
-    what all ranks can add to."""
-    tensor.checked = True
-    found = Collective("allgather", "uint8") if isinstance(payload, Encoded) else payload.collective
-    if found != tensor.declared[-1] and not isinstance(payload, (ToReducer, Joint)):
-        raise ValueError(
-            f"{tensor.compressor.id}: encode returns {found}, and `collectives` declares "
-            f"{tensor.declared}"
-        )
-    if (
-        isinstance(payload, (Encoded, Joint))
-        and payload.finite
-        and (grad.any() if step.base is None else (grad != step.base).any())
-    ):
-        raise ValueError(
-            f"{tensor.compressor.id}: encode must leave the gradient zero, because payloads are "
-            f"added to it"
-        )
+def _joined(requests: List[Any]) -> Asking[List[Any]]:
+    """Yields the requests of a round, sums or maxima of one type as one; returns their answers."""
+    kinds = {(each.verb, each.op, each.array.dtype) for each in requests}
+    if len(requests) == 1 or len(kinds) > 1 or requests[0].verb != "allreduce":
+        return (yield requests)
+    arrays = [each.array for each in requests]
+    (answer,) = yield [_sum_of(arrays, requests[0].op)]
+    return _parts_of(answer, arrays)
 
 
-def _last_request(
-    tensor: Tensor, payload: Payload, grad: np.ndarray, step: Step
-) -> Union[Allreduce, Allgather, Joint]:
-    """What moves a payload that is not the carrier, counted where its bytes are known."""
-    request: Union[Allreduce, Allgather]
-    if isinstance(payload, Joint):
-        payload.digest = tensor.digest
-        return payload
-    if isinstance(payload, Encoded):
-        request = Allgather(
-            wire.seal(
-                payload,
-                tensor.compressor.traits.number,
-                tensor.digest,
-                step.index,
-                step.rank,
-                wire.exact if tensor.joins else tensor.frame_length,
-            )
+def _sum_of(arrays: Sequence[np.ndarray], op: str = "sum") -> Allreduce:
+    """The sum of several arrays, one behind the other."""
+    return Allreduce(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), op)
+
+
+def _parts_of(summed: np.ndarray, arrays: Sequence[np.ndarray]) -> List[np.ndarray]:
+    """The parts of a sum that are of these arrays."""
+    ends = itertools.accumulate([each.size for each in arrays])
+    return [summed[end - each.size : end] for end, each in zip(ends, arrays)]
+
+
+def _count(tensors: Sequence[Tensor], grads: Sequence[np.ndarray], payloads: Sequence[Any]) -> None:
+    """Counts what a step sends, beside the requests that were answered before."""
+    for tensor, grad, payload in zip(tensors, grads, payloads):
+        counters = tensor.counters
+        counters["dense_bytes"] += grad.nbytes
+        counters["bytes_sent"] += _CARRIER
+        counters["bytes_received"] += _CARRIER
+        sent = None if isinstance(payload, ToReducer) else payload.elements
+        counters["elements_sent"] += tensor.numel if sent is None else sent
+
+
+def _final(group: Group, tensors: Sequence[Tensor], payloads: List[Any], step: Step) -> Final:
+    """The request that moves payloads, counted where their bytes are known."""
+    first = payloads[0]
+    if isinstance(first, Joint):
+        for tensor, payload in zip(tensors, payloads):
+            payload.digest = tensor.digest
+        return Final(payloads)
+    if isinstance(first, Encoded):
+        frame = wire.seal(
+            payloads,
+            group.compressor.traits.number,
+            digest_of(tensors),
+            step.index,
+            step.rank,
+            group.frame_length,
         )
-    else:
-        # Transports move what is on the CPU.
-        request = (
-            payload if isinstance(payload, Allreduce) else Allreduce(np.asarray(payload.array))
-        )
-    tensor.count(request)
-    return request
+        # A frame's header, table and padding count with the first.
+        rest = len(frame)
+        for tensor, payload in zip(tensors, payloads):
+            length = len(payload.buffer) - HEADROOM - 1
+            rest -= length
+            tensor.counters["bytes_sent"] += length
+            tensor.counters["bytes_received"] -= length
+        tensors[0].counters["bytes_sent"] += rest
+        tensors[0].counters["bytes_received"] -= rest
+        return Final(Allgather(frame))
+    # Transports move what is on the CPU.
+    arrays = [np.asarray(payload.array) for payload in payloads]
+    for tensor, array in zip(tensors, arrays):
+        tensor.counters["bytes_sent"] += array.nbytes
+        tensor.counters["bytes_received"] += array.nbytes
+    return Final(_sum_of(arrays))
 
 
 def _decode(
-    tensor: Tensor,
-    payload: Payload,
-    grad: np.ndarray,
-    step: Step,
-    reduced: np.ndarray,
+    group: Group,
+    tensors: Sequence[Tensor],
+    payloads: Sequence[Any],
+    grads: Sequence[np.ndarray],
+    steps: Sequence[Step],
+    factor: float,
     arrived: Any,
-) -> Tuple[np.ndarray, Any]:
-    """Decodes what the reducer made of the carrier, and what became of the payload where that is
-    not the carrier itself. Returns the memory of the result, and whether that is finite, or a
-    generator that returns so."""
-    compressor, scale = tensor.compressor, step.gain
-    if arrived is not None:
-        scale *= float(reduced[0]) / step.size
-    if isinstance(payload, Encoded):
-        return grad, _add_payloads(tensor, arrived, grad, step, scale)
-    if not isinstance(payload, ToReducer):
-        return grad, compressor.decode(arrived, grad, tensor.state, step, scale)
-    summed = reduced if arrived is None else beside(arrived, grad)
-    result = summed if summed.dtype == FLOAT32 else grad
-    return result, compressor.decode_dense(summed, result, tensor.state, scale)
+    alike: bool,
+) -> List[bool]:
+    """Decodes what became of payloads into the gradients' memory. factor: what the reducer made of
+    a 1. Returns of each result whether it is finite."""
+    step, first = steps[0], payloads[0]
+    scale = step.gain * factor / step.size
+    if isinstance(first, Encoded):
+        return _add_payloads(group, tensors, arrived, grads, step, scale, alike)
+    states = [tensor.state for tensor in tensors]
+    if not isinstance(first, Joint):
+        arrived = _parts_of(arrived, [payload.array for payload in payloads])
+    if isinstance(first, ToReducer):
+        arrived = [beside(each, grad) for each, grad in zip(arrived, grads)]
+        return _call(tensors, alike, "decode_dense", arrived, grads, states, scale)
+    return _call(tensors, alike, "decode", arrived, grads, states, steps, scale)
 
 
 def _add_payloads(
-    tensor: Tensor, arrived: np.ndarray, grad: np.ndarray, step: Step, scale: float
-) -> Asking[bool]:
-    """Decodes the gathered payloads of all ranks into the gradient's memory, in rank order on every
+    group: Group,
+    tensors: Sequence[Tensor],
+    arrived: np.ndarray,
+    grads: Sequence[np.ndarray],
+    step: Step,
+    scale: float,
+    alike: bool,
+) -> List[bool]:
+    """Decodes the gathered payloads of all ranks into the gradients' memory, in rank order on every
     rank."""
-    compressor = tensor.compressor
-    tensor.counters["bytes_received"] += len(arrived)
+    number = group.compressor.traits.number
     bodies, finite = wire.unseal(
-        arrived, step.size, compressor.traits.number, tensor.digest, step.index
+        arrived, step.size, len(tensors), number, digest_of(tensors), step.index
     )
-    if tensor.bits is None and bodies and grad.size:
-        note_size(tensor, 8 * sum(map(len, bodies)) / len(bodies) / grad.size, step)
-    if not finite:
-        grad.fill(np.nan)
-    part_of = compressor.part if isinstance(compressor, Wrapper) else None
-    for rank, body in enumerate(bodies if finite else ()):
+    lengths = [sum(map(len, its)) for its in zip(*bodies)]
+    for tensor, length in zip(tensors, lengths):
+        tensor.counters["bytes_received"] += length
+    tensors[0].counters["bytes_received"] += len(arrived) - sum(lengths)
+    if group.measured:
+        note_sizes(tensors, lengths, step)
+    # To a tensor that is not finite on some rank nothing is added.
+    good = list(itertools.compress(range(len(tensors)), finite))
+    for i, is_finite in enumerate(finite):
+        if not is_finite:
+            grads[i].fill(np.nan)
+    adding, outs = [tensors[i] for i in good], [grads[i] for i in good]
+    for rank, its in enumerate(bodies if good else ()):
+        parts = [
+            tensor.compressor.part(out, rank) if isinstance(tensor.compressor, Wrapper) else out
+            for tensor, out in zip(adding, outs)
+        ]
         try:
-            part = grad if part_of is None else part_of(grad, rank)
-            added: Any = compressor.add(body, part, scale)
-            finite &= (yield from added) if isinstance(added, GeneratorType) else added
+            added = _call(adding, alike, "add", [its[i] for i in good], parts, scale)
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
+        for i, is_finite in zip(good, added):
+            finite[i] &= is_finite
     return finite
 
 
-def _clipping(step: Step, squared_norm: float) -> float:
-    """What this rank's gradient is multiplied by beside its scale, for independent gradients of N
+def _call(tensors: Sequence[Tensor], alike: bool, method: str, *arguments: Any) -> Any:
+    """Calls a compressor's method for a group, or where tensors are not alike, that of one tensor
+    for each."""
+    if alike:
+        return getattr(tensors[0].compressor, f"{method}_all")(*arguments)
+    return for_each([getattr(tensor.compressor, method) for tensor in tensors], *arguments)
+
+
+def clipping(step: Step, squared_norm: float) -> float:
+    """The factor of this rank's gradient beside its scale, for independent gradients of N
     ranks to give a result of at most clip_norm: the result is 1/N of the sum over ranks, whose norm
     is √N times one rank's."""
     norm, limit = squared_norm**0.5 * step.scale, step.clip_norm * step.size**0.5

@@ -22,7 +22,8 @@ REDUCES_ONLY = (
 
 
 def error_of_joined(count: int, size: int, ranks: Sequence[int], why: str) -> RuntimeError:
-    """What ranks that go on raise where `count` others do not, of which `ranks` are known."""
+    """The error for the remaining ranks after `count` ranks have joined, of which `ranks` are
+    known."""
     which = f" ({'rank' if count == 1 else 'ranks'} {', '.join(map(str, ranks))})" if ranks else ""
     return RuntimeError(
         f"{count} of {size} ranks have called hvd.join(){which}: {why}. Let every rank take the "
@@ -32,7 +33,7 @@ def error_of_joined(count: int, size: int, ranks: Sequence[int], why: str) -> Ru
 
 
 class AnyTransport(Protocol):
-    """What comparisons and means over ranks need of a transport, also of TensorFlow's."""
+    """The part of a transport that comparisons and means over ranks need, also of TensorFlow's."""
 
     @property
     def rank(self) -> int:

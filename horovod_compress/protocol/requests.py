@@ -1,4 +1,4 @@
-"""Typed requests of a tensor's step to its driver, of which each is answered once.
+"""Typed requests of a group's step to its driver, of which each is answered once.
 
 A compressor's `encode` may yield the collectives among them, and returns one as its payload.
 `Collective` is what a request is before there is an array: compressors declare those, because a
@@ -65,8 +65,7 @@ class Exchanged:
 @dataclasses.dataclass
 class ToReducer(Exchanged):
     """Hands `array` to the reducer (Horovod's optimizer, DDP, or `simulate`), which reduces it over
-    ranks as its user asked. Answered at once, with None: what the reducer brings back comes with
-    `Final`. As a payload: as many float32 or float16 as the tensor has elements; may be the
+    ranks as its user asked: as many float32 or float16 as the tensor has elements, which may be the
     gradient's own memory."""
 
     verb = "reducer"
@@ -75,7 +74,7 @@ class ToReducer(Exchanged):
 @dataclasses.dataclass
 class Allreduce(Exchanged):
     """The sum, or with op="max" the maximum, over ranks of float32, int32 or int64 numbers; maxima
-    are of a few float32, not NaN, and all tensors' maxima of one round are one message. Answered
+    are of float32, not NaN. Those of a group's tensors in one round are one message. Answered
     with an array, which may be `array` itself. elements: how many of the tensor's a payload is of,
     where that is not all."""
 
@@ -121,7 +120,7 @@ class Joint:
 
     collective: the last one of that exchange; label: part of its collectives' names; elements: how
     many this rank sends; finite: whether this rank's gradient is; digest: the tensor's, which
-    `tensor_step` sets.
+    `group_step` sets.
     """
 
     collective: ClassVar[Collective]
@@ -154,32 +153,28 @@ class Joint:
 @dataclasses.dataclass
 class StepNorm:
     """The squared norm of the whole step's gradients on this rank, times the square of what the
-    reducer makes of a 1 on each rank. A driver that has to wait for those hands `carrier` to the
-    reducer meanwhile. Answered with (squared norm, whether it has done that)."""
+    reducer makes of a 1 on each rank. Answered with that number."""
 
-    grad: np.ndarray
-    carrier: ToReducer
+    grads: Sequence[np.ndarray]
 
 
 @dataclasses.dataclass
 class Final:
-    """The last exchange of a step: starts `request`, if there is one, and is answered with (what
-    the reducer brought back, the result of the request or None)."""
+    """The last exchange of a group's step: starts `request`, and is answered with (what the reducer
+    made of a 1, the result of the request). A list is of Joint payloads, one for each tensor, and
+    so is its result."""
 
-    request: Optional[Union[Allreduce, Allgather, Joint]]
+    request: Union[Allreduce, Allgather, List[Any]]
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The result of this tensor's step, flat float32, and whether it is finite. Answered, with
-    None, where the step has succeeded as a whole; else the driver closes the generator, and the
-    tensor's step is rolled back."""
+    """The results of a group's step are in the gradients' memory; finite: whether all are.
+    Answered, with None, where the step has succeeded as a whole; else the driver closes the
+    generator, and the group's step is rolled back."""
 
-    result: np.ndarray
     finite: bool
 
 
 # Encoded: a body, which every rank gathers in a frame.
 Payload = Union[ToReducer, Allreduce, Encoded, Joint]
-# Yields Requests; what it is sent depends on each.
-TensorStep = Generator[Any, Any, None]

@@ -1,23 +1,23 @@
 """Payloads as self-checking frames of bytes; docs/wire-format.md describes every field. A frame
 carries its length, because an allgather joins the frames of all ranks, and a checksum. Whatever is
-cut off, changed or meant for another tensor is a WireError, never a wrong result."""
+cut off, changed or meant for another group of tensors is a WireError, never a wrong result."""
 
-from typing import Callable, List, Tuple
+from typing import Callable, List, Sequence, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..kernels import HEADROOM, Encoded
-from ..kernels.reference.frames import HEADER
 from ..kernels.reference.frames import VERSION as VERSION
+from ..kernels.reference.frames import table_size
 
 # Frames after which their length is chosen anew.
 _WINDOW = 8
 
 
 class WireError(ValueError):
-    """A payload that is not what this rank expects: truncated, changed, or of another tensor, step
-    or configuration."""
+    """A payload that is not what this rank expects: truncated, changed, or of other tensors,
+    another step or configuration."""
 
 
 # From the least length that a frame can have, the one that it gets.
@@ -63,64 +63,68 @@ def _rounded_up(length: int) -> int:
 
 
 def seal(
-    payload: Encoded,
+    payloads: Sequence[Encoded],
     number: int,
     digest: int,
     step: int,
     rank: int,
     frame_length: FrameLength = exact,
 ) -> np.ndarray:
-    """The frame of an Encoded payload, made in the payload's buffer where that is long enough.
-    number: the compressor's id on the wire; digest: uint32 of configuration and tensor; step: the
-    number of the step, of which the low 32 bits travel; rank: which makes it."""
+    """The frame of a group's payloads; that of one is made in its buffer where that is long enough.
+
+    Args:
+        payloads: of the group's tensors.
+        number: the compressor's id on the wire.
+        digest: uint32 of configuration and tensors.
+        step: the number of the step, of which the low 32 bits travel.
+        rank: which makes the frame.
+        frame_length: chooses the frame's length.
+    """
+    buffers = [payload.buffer for payload in payloads]
+    bodies = sum(map(len, buffers)) - (HEADROOM + 1) * len(buffers)
     return kernels.cpu.seal_frame(
-        payload.buffer,
-        size=frame_length(len(payload.buffer) - 1),
+        buffers,
+        size=frame_length(HEADROOM + table_size(len(buffers)) + bodies),
         number=number,
         digest=digest + rank & 0xFFFFFFFF,
         step=step & 0xFFFFFFFF,
-        finite=payload.finite,
+        finite=[payload.finite for payload in payloads],
     )
 
 
 def unseal(
-    data: np.ndarray, frames: int, number: int, digest: int, step: int, first: int = 0
-) -> Tuple[List[np.ndarray], bool]:
-    """(bodies, finite): the bodies of exactly `frames` joined frames in `data`, uint8, made by the
-    ranks from `first` on, in this order, and whether every rank's gradient was finite. Raises
-    WireError, naming the rank, for anything else."""
+    data: np.ndarray,
+    frames: int,
+    tensors: int,
+    number: int,
+    digest: int,
+    step: int,
+    first: int = 0,
+) -> Tuple[List[List[np.ndarray]], List[bool]]:
+    """The bodies in joined frames.
+
+    Args:
+        data: uint8, exactly the frames.
+        frames: how many, made by the ranks from `first` on, in this order.
+        tensors: of each frame.
+        number, digest, step: as of `seal`.
+        first: the rank that has made the first.
+
+    Returns:
+        For each frame the bodies of its tensors, and for each tensor whether its gradient was
+        finite on all ranks.
+
+    Raises:
+        WireError: anything else came. It names the rank.
+    """
     try:
         return kernels.cpu.open_frames(
             data,
             frames=frames,
+            tensors=tensors,
             number=number,
             digest=digest + first & 0xFFFFFFFF,
             step=step & 0xFFFFFFFF,
         )
     except ValueError as error:
         raise WireError(str(error)) from None
-
-
-def padded(frame: np.ndarray, padding: int, further: int = 0) -> np.ndarray:
-    """A frame that has none, with so many bytes of padding; further: as the rank has made it that
-    is so many further."""
-    if not padding and not further:
-        return frame
-    _, _, number, _, digest, step, _, flags = HEADER.unpack(frame[:HEADROOM].tobytes())
-    return kernels.cpu.seal_frame(
-        np.append(frame, np.uint8(0)),
-        size=len(frame) + padding,
-        number=number,
-        digest=digest + further & 0xFFFFFFFF,
-        step=step,
-        finite=not flags & 1,
-    )
-
-
-def by_tensor(data: np.ndarray, ranks: int, tensors: int) -> List[np.ndarray]:
-    """Each tensor's frames of all ranks, as `unseal` takes them, of the frames of so many tensors
-    that ranks have joined. WireError where they are not so many."""
-    try:
-        return kernels.cpu.frames_by_tensor(data, ranks=ranks, tensors=tensors)
-    except ValueError as error:
-        raise WireError(f"small tensors' payloads, which travel together: {error}") from None

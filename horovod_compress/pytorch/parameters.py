@@ -72,9 +72,13 @@ class Slot:
 
     def load_for(self, compression: Binding, grad: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """As of `load`, for a compression, which tells where that costs numbers of float64."""
-        exchange, is_float64 = compression._exchange, grad.dtype == torch.float64
         # Only asked where kernels could be.
-        on_device = (not grad.is_cpu or kernels.serves("cpu")) and exchange.on_device(self.name)
+        might_be = not grad.is_cpu or kernels.serves("cpu")
+        if not might_be and grad.dtype == torch.float32 and grad.is_contiguous():
+            # Most are so.
+            return grad, grad.numpy().reshape(-1)
+        exchange, is_float64 = compression._exchange, grad.dtype == torch.float64
+        on_device = might_be and exchange.on_device(self.name)
         loaded, array = self.load(
             grad, on_device, is_float64 and exchange.carries_float64(self.name)
         )
@@ -145,7 +149,7 @@ class Streams:
         self._encoded: Dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     def mark(self, memory: torch.Tensor) -> None:
-        """What was begun with this memory of a GPU so far has to be done before what comes after
+        """Work begun with this memory of a GPU so far has to be done before what comes after
         `join`."""
         stream = torch.cuda.current_stream(memory.device)
         self._encoded[stream] = stream.record_event()
@@ -174,8 +178,8 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 
 def loses_numbers(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
-    """Whether numbers of float64, finite and not 0, are infinite or 0 in their copy, if that is of
-    float32."""
+    """Returns whether numbers of float64, finite and not 0, are infinite or 0 in their copy, if
+    that is of float32."""
     if narrow.dtype == torch.float64:
         return False
     wide = wide.to(narrow.device)

@@ -93,7 +93,7 @@ class UpdateExchange(Averaging):
         for name, carrier in carriers.items():
             if name in waits:
                 waits[name]()
-            exchange.finish(name, carrier)
+            exchange.finish(name, carrier, now=False)
         return exchange.succeeded
 
     def _average(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:

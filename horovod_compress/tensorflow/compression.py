@@ -143,7 +143,7 @@ class BoundCompression(GraphCompression):
     def _before_applied(
         self, optimizer: Any, grads_and_vars: Iterable[Tuple[Any, Any]]
     ) -> List[Tuple[Any, Any]]:
-        """What the bound optimizer, or what Horovod makes of it, is to apply."""
+        """The pairs that the bound optimizer, or Horovod's of it, is to apply."""
         pairs = refuse_unreduced(optimizer, grads_and_vars)
         self._applied.add(variable for grad, variable in pairs if grad is not None)
         return self._send_alone(optimizer, pairs) if self._elastic else pairs
@@ -155,15 +155,15 @@ class BoundCompression(GraphCompression):
         self._resize()
 
     def serves(self, variables: Iterable[Any]) -> bool:
-        """Whether some of these are known."""
+        """Returns whether some of these are known."""
         return any(
             isinstance(variable, tf.Variable) and variable.ref() in self._variables
             for variable in variables
         )
 
     def _choose(self, spec: Any, optimizer: Any) -> _Chosen:
-        """What a spec comes to with an optimizer, bound or Horovod's. ValueError for what cannot be
-        served."""
+        """The choice that a spec comes to with an optimizer, bound or Horovod's. ValueError for
+        what cannot be served."""
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         if self._elastic:
             check_elastic(compressor, optimizer)
@@ -196,7 +196,7 @@ class BoundCompression(GraphCompression):
         self._machine = self._exchange.machine = chosen.machine
 
     def _covers(self, variable: Any) -> bool:
-        """Whether a variable's momentum is taken over, where its update is traced."""
+        """Returns whether a variable's momentum is taken over, where its update is traced."""
         self._note_traces()
         # `apply_gradients(zip(tape.gradient(…), …))` is looked up before its first gradients bring
         # the optimizer here.
@@ -210,7 +210,7 @@ class BoundCompression(GraphCompression):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of those that compress."""
+        """True if this is the first rank of those that compress."""
         return bool(self._process_set.included()) and self._process_set.rank() == 0
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
@@ -297,7 +297,7 @@ class BoundCompression(GraphCompression):
             self._meet()
 
     def _gain(self, takes_over: bool) -> float:
-        """What the optimizer's own momentum makes of a result of 1 in the end: 1/(1 − m), and 1
+        """The sum that the optimizer's own momentum makes of a result of 1: 1/(1 − m), and 1
         where it is taken over."""
         optimizer = self._served or self._optimizer
         momentum = (
@@ -324,7 +324,7 @@ class BoundCompression(GraphCompression):
                 use_traces(function, self, was, self._traces)
 
     def _traced_with(self) -> Hashable:
-        """What traces hold of the compressor."""
+        """The part of the compressor that traces hold."""
         return (
             self._takes_over,
             self._takes_over and self._lives_on,

@@ -5,40 +5,44 @@ import dataclasses
 import itertools
 import threading
 import time
-from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, List, Optional, Tuple
 
 import numpy as np
 
 from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
+from ..engine.carried import CarriedStep, end
 from ..engine.driver import Driver, Transaction
+from ..engine.extension import Extension
+from ..engine.group import Group
 from ..engine.loss_scale import to_true_units
-from ..engine.step import commit_or_rollback
+from ..engine.step import group_step
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
-from ..protocol.requests import Allreduce, Alltoall, Collective, Final, StepNorm, TensorStep
+from ..protocol.requests import FLOAT32, Allreduce, Final, StepNorm
 from ..protocol.wire import Steady
+from .messages import Message, answer_of, empty, message_of
 
 _KEPT = 100  # calls of functions
 
-# What an operation is to move: one array; of an alltoall the bytes and, int32, how many go to each
-# rank. Behind the first message of `sends_number` comes the step's number.
-Message = Sequence[np.ndarray]
 # A tensor's arrays, steps taken, dense until, shape.
 Saved = Tuple[Dict[str, np.ndarray], int, int, tuple]
 
 
 @dataclasses.dataclass
 class _Pending:
-    """A tensor's last step, until the next one begins."""
+    """A tensor's last step, in a group of its own, until the next one begins."""
 
-    step: TensorStep
+    grad: np.ndarray
     call: int
     transaction: Transaction
     index: int
-    # The Request that it waits for, until it is finished.
+    # A GroupStep, or CarriedStep.
+    step: Any = None
+    # What it waits for until it is finished, and whether that is the last.
     request: Any = None
+    last: bool = True
     # Of its last message, in a step with fewer than the graph has operations for.
     arrived: Optional[Message] = None
     finished: bool = False
@@ -46,6 +50,25 @@ class _Pending:
     stage: int = 0
     # Whether it has sent the step's number and waits for the sum.
     compares: bool = False
+
+    def begin(
+        self, tensor: Tensor, step: Step, features: List[Extension], squared_norm: Optional[float]
+    ) -> np.ndarray:
+        """Begins the step; returns the carrier. squared_norm: as of StepNorm."""
+        if step.dense or tensor.declared[0].verb == "reducer":
+            self.step = CarriedStep(tensor.alone, features)
+            return self.step.carry(tensor, self.grad, step, squared_norm)
+        self.step = group_step(tensor.alone, [tensor], [self.grad], [step], features)
+        request = self.step.send(None)
+        if isinstance(request, StepNorm):
+            request = self.step.send(squared_norm)
+        self.wait_for(request)
+        return np.ones(1, np.float32)
+
+    def wait_for(self, request: Any) -> None:
+        """Takes what the step asks for next."""
+        self.last = isinstance(request, Final)
+        self.request = request.request if self.last else request[0]
 
 
 class GraphExchange(Driver):
@@ -55,16 +78,12 @@ class GraphExchange(Driver):
     order, and in several threads: one may be finished before another is submitted. None of the
     methods waits. `submit` and `advance` return the message that an operation is to move next, as
     the tensor's `collectives` say (empty in a step that goes dense), and the next call for that
-    tensor brings what came of it. One tensor, `sends_number`, also sends the step's number, where
-    there are sums.
+    tensor brings what came of it. One tensor, `sends_number`, also sends the step's number behind
+    its first message, where there are sums.
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        rank: int,
-        size: int,
-        dense_alone: bool = False,
+        self, compressor: Compressor, rank: int, size: int, dense_alone: bool = False
     ) -> None:
         super().__init__(compressor, rank, size, dense_alone)
         # For what tensors share; each tensor's own is in one thread at a time.
@@ -111,16 +130,17 @@ class GraphExchange(Driver):
 
     def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
         tensor = super()._add(name, shape, variant)
-        tensor.frame_length = Steady()
+        tensor.alone = Group(False, Steady())
+        tensor.alone.add(tensor)
         return tensor
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name, which is known."""
         return self._tensors[name]
 
-    def _goes_dense(self, tensor: Tensor, step: Step) -> bool:
+    def _go_dense(self, group: Group, step: Step) -> Collection[str]:
         # A graph has no operation for a sum that a feature around the algorithm asks for.
-        return not isinstance(tensor.compressor, Wrapper) and super()._goes_dense(tensor, step)
+        return () if isinstance(group.compressor, Wrapper) else super()._go_dense(group, step)
 
     def begin(
         self,
@@ -155,11 +175,7 @@ class GraphExchange(Driver):
         return {**summed, **more}
 
     def submit(
-        self,
-        name: str,
-        grad: np.ndarray,
-        call: int,
-        squares: Optional[np.ndarray] = None,
+        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None
     ) -> List[np.ndarray]:
         """Takes a tensor's flat float32 gradient into a step; returns the carrier, and behind it
         the first message.
@@ -185,19 +201,16 @@ class GraphExchange(Driver):
         if step.frozen and tensor.compressor.policy.m:
             # Keras' momentum holds the learning rate.
             grad.fill(0)
-        generator = self._begin(tensor, grad, step)
+        step = dataclasses.replace(step, dense=name in self._apart(tensor.alone, step))
         self._indices[name] += 1
         transaction.tensors.append(tensor)
-        pending = self._pending[name] = _Pending(generator, call, transaction, index)
-        request = generator.send(None)
-        if isinstance(request, StepNorm):
-            request = generator.send((squared_norm, False))
-        carrier = request.array
-        pending.request = generator.send(None)
+        features = self._features([tensor], [step])
+        pending = self._pending[name] = _Pending(grad, call, transaction, index)
+        carrier = pending.begin(tensor, step, features, squared_norm)
         tensor.counters["encode_seconds"] += time.perf_counter() - started
         handed_out = [carrier, *self._message(name, pending)]
         if name == self.sends_number:
-            pending.compares = isinstance(_collective(pending.request), Allreduce)
+            pending.compares = isinstance(pending.request, Allreduce)
             number = Allreduce(step_numbers(index) if pending.compares else np.empty(0, np.int64))
             tensor.count(number)
             handed_out.append(number.array)
@@ -206,11 +219,11 @@ class GraphExchange(Driver):
     def advance(self, name: str, call: int, brought: Message) -> List[np.ndarray]:
         """Brings what became of a message; returns the next one."""
         pending = self._arrive(name, call, brought)
-        if isinstance(pending.request, Final):
+        if pending.last:
             # Such a step has no more to send.
             pending.arrived = pending.arrived or brought
         else:
-            pending.request = pending.step.send(_answer(pending.request, brought))
+            pending.wait_for(pending.step.send([answer_of(pending.request, brought)]))
         return self._message(name, pending)
 
     def finish(
@@ -219,21 +232,24 @@ class GraphExchange(Driver):
         """Brings the carrier as the reducer reduced it, and what became of the last message;
         returns the flat float32 result, in the memory of the gradient or of the carrier."""
         pending = self._arrive(name, call, brought)
-        request, started = pending.request.request, time.perf_counter()
-        arrived = None if request is None else _answer(request, pending.arrived or brought)
-        outcome = pending.step.send((reduced, arrived))
+        started, result = time.perf_counter(), pending.grad
+        if isinstance(pending.step, CarriedStep):
+            result = reduced if reduced.dtype == FLOAT32 else result
+            pending.step.arrived.append((0, reduced, result))
+            finite = pending.step.decode()
+        else:
+            arrived = answer_of(pending.request, pending.arrived or brought)
+            finite = pending.step.send((float(reduced[0]), arrived)).finite
         self._tensors[name].counters["decode_seconds"] += time.perf_counter() - started
         pending.request, pending.arrived, pending.finished = None, None, True
-        if not outcome.finite:
+        # Until the next step begins it would stay in memory.
+        pending.grad = np.empty(0, np.float32)
+        if not finite:
             pending.transaction.finite = False
-        return outcome.result
+        return result
 
     def step_alone(
-        self,
-        name: str,
-        grad: np.ndarray,
-        call: int,
-        squares: Optional[np.ndarray] = None,
+        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None
     ) -> np.ndarray:
         """A tensor's whole step on a rank that is alone, to which all that it sends comes back:
         `submit` to `finish`."""
@@ -248,8 +264,8 @@ class GraphExchange(Driver):
         self._pending[name].transaction.finite = False
 
     def counts(self, name: str, call: int) -> bool:
-        """Whether a tensor's last step was this call's, and its result is to be applied. Once it is
-        ended nobody knows."""
+        """Returns whether a tensor's last step was this call's, and its result is to be applied.
+        Once it is ended nobody knows."""
         pending = self._pending.get(name)
         return pending is not None and pending.call == call and pending.transaction.finite
 
@@ -267,27 +283,21 @@ class GraphExchange(Driver):
         return pending
 
     def _message(self, name: str, pending: _Pending) -> List[np.ndarray]:
-        """What the tensor's next operation is to move. RuntimeError where that is not what the
-        compressor has declared."""
+        """The message that the tensor's next operation is to move. RuntimeError where that is not
+        what the compressor has declared."""
         declared, stage = self._tensors[name].declared, pending.stage
         expected = declared[stage : stage + 1]
         pending.stage += 1
         # What arrived is of its last one.
-        request = None if pending.arrived else _collective(pending.request)
+        request = None if pending.arrived else pending.request
         if request is None:
-            # Of an alltoall, nothing to each of the ranks.
-            return [
-                np.zeros(self._now.size if i else 0, dtype)
-                for i, dtype in enumerate(dtypes_of(expected))
-            ]
+            return empty(expected, self._now.size)
         if request.collective not in expected:
             raise RuntimeError(
                 f"{self._tensors[name].compressor.id}: message {stage} of a step is "
                 f"{request.collective}, but `collectives` declares {declared}"
             )
-        if isinstance(request, Alltoall):
-            return [request.array, np.array(request.splits, np.int32)]
-        return [request.array]
+        return message_of(request)
 
     def _end(self, name: str) -> None:
         """Ends a tensor's last step where that has not happened yet."""
@@ -296,7 +306,7 @@ class GraphExchange(Driver):
             return
         transaction = pending.transaction
         succeeded = transaction.finite and pending.finished
-        commit_or_rollback(pending.step, succeeded)
+        end(pending.step, succeeded)
         with self._lock:
             if not transaction.ended:  # the first of its step
                 transaction.finite = succeeded
@@ -363,30 +373,6 @@ class GraphExchange(Driver):
         )
 
 
-def dtypes_of(collectives: Sequence[Collective]) -> List[str]:
-    """The dtypes of the arrays in messages of these collectives. What the reducer reduces is in
-    none."""
-    return [
-        dtype
-        for c in collectives
-        if c.verb != "reducer"
-        for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))
-    ]
-
-
 def _adds_up(tensor: Tensor) -> bool:
-    """Whether a step of this tensor has sums, which do not carry its number."""
+    """Returns whether a step of this tensor has sums, which do not carry its number."""
     return any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared)
-
-
-def _answer(request: Any, arrived: Message) -> Any:
-    """A request's result, from what its operation brought."""
-    if isinstance(request, Alltoall):
-        payload, splits = arrived[:2]
-        return np.split(payload, np.cumsum(splits)[:-1])
-    return arrived[0]
-
-
-def _collective(request: Any) -> Any:
-    """What a request exchanges; None where that is nothing."""
-    return request.request if isinstance(request, Final) else request

@@ -18,7 +18,6 @@ from .checks import (
     tell_of_missing_gradients,
     tell_of_scaler,
 )
-from .exchange import dtypes_of
 from .horovod_internals import (
     OfSavedModels,
     call_before,
@@ -30,6 +29,7 @@ from .horovod_internals import (
     reduction_of,
     when_differentiated,
 )
+from .messages import dtypes_of
 from .operations import (
     Variable,
     copied,

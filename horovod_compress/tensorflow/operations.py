@@ -118,10 +118,8 @@ def checksum(variable: Any) -> int:
 
 
 def squared_norm_of(grads: Iterable[np.ndarray]) -> float:
-    return sum(
-        kernels.cpu.squared_norm(np.ascontiguousarray(grad, np.float32).reshape(-1))
-        for grad in grads
-    )
+    flat = [np.ascontiguousarray(grad, np.float32).reshape(-1) for grad in grads]
+    return sum(kernels.cpu.squared_norm(flat))
 
 
 def read_and_clear(squares: Any) -> List[Any]:

@@ -1,5 +1,5 @@
-"""What an UpdateOptimizer of Keras does beside its local steps, and the exchange of what those add
-to the variables."""
+"""The work of an UpdateOptimizer of Keras beside its local steps, and the exchange of what those
+add to the variables."""
 
 import contextlib
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
@@ -76,7 +76,7 @@ class Rounds:
 
     @property
     def keeps(self) -> bool:
-        """Whether variables of ours are among the optimizer's."""
+        """True if variables of ours are among the optimizer's."""
         return self._every > 1 or self._outer is not None
 
     @property

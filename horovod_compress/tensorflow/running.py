@@ -1,4 +1,4 @@
-"""What a compression's operations do while a graph runs."""
+"""The work of a compression's operations while a graph runs."""
 
 from typing import Any, Callable, List, Optional, Tuple
 
@@ -8,7 +8,7 @@ from .. import kernels
 from ..adapters.binding import warn_once
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
 from .applied import Applied, Repetitions, Served
-from .exchange import Message
+from .messages import Message
 from .operations import Variable, first_values, squared_norm_of
 from .variables import VariableCompression
 
@@ -143,6 +143,6 @@ class RunningCompression(VariableCompression):
         return [self._checked(variable, result, half)]
 
     def _checked(self, variable: Variable, result: np.ndarray, half: bool) -> np.ndarray:
-        if half and not kernels.of(result).max_abs(result) < _INFINITE_HALF:
+        if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
             self._exchange.fail(variable.name)
         return result.reshape(variable.shape)

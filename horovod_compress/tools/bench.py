@@ -16,10 +16,11 @@ from ..compressors.state import zeros
 from ..engine.exchange import Exchange
 from ..engine.lockstep import Named
 from ..engine.records import Stats
+from ..kernels import Encoded, new_body
 from ..kernels.reference.frames import HEADER
 from ..protocol import wire
 from ..protocol.machine import Machine
-from ..transport.base import SMALL, Transport
+from ..transport.base import Transport
 from . import arguments
 from .gradients import load_gradients, random_gradients
 from .models import MODELS
@@ -146,7 +147,6 @@ class Echo(Transport):
 
     rank = 0
     # As through Horovod.
-    joins_up_to = SMALL
 
     def __init__(self, size: int) -> None:
         self.size, self.seconds = size, 0.0
@@ -160,7 +160,7 @@ class Echo(Transport):
 
     def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
         self.note("allgather", payload)
-        echo = np.tile if name.endswith(".round") else _frames_of_all
+        echo = np.tile if name.endswith(".round") else _frame_of_all
         return lambda: self._timed(echo, payload, self.size)
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
@@ -180,15 +180,22 @@ class Echo(Transport):
         return result
 
 
-def _frames_of_all(message: np.ndarray, ranks: int) -> np.ndarray:
-    """A rank's joined frames, as each of so many ranks would have made them."""
-    ends = [0]
-    while ends[-1] < message.size:
-        *_, length, _ = HEADER.unpack_from(message.data, ends[-1])
-        ends.append(ends[-1] + HEADER.size + length)
-    frames = np.split(message, ends[1:-1])
+def _frame_of_all(frame: np.ndarray, ranks: int) -> np.ndarray:
+    """A rank's frame, as each of so many ranks would have made it."""
+    _, _, number, _, digest, step, length, flags = HEADER.unpack_from(frame.data)
+    content, finite = frame[HEADER.size :][:length], not flags & 1
     return np.concatenate(
-        [wire.padded(frame, 0, rank) for rank in range(ranks) for frame in frames]
+        [
+            wire.seal(
+                [Encoded(new_body(content), 0, finite)],
+                number,
+                digest,
+                step,
+                rank,
+                lambda _: frame.size,
+            )
+            for rank in range(ranks)
+        ]
     )
 
 
@@ -314,8 +321,8 @@ def _time_streaming(streams: Sequence[np.ndarray]) -> float:
 
 def _relative_error(results: Named, given: Named) -> float:
     """‖result − gradient‖ / ‖gradient‖; the results are not needed afterwards."""
-    whole = sum(kernels.of(array).squared_norm(array.reshape(-1)) for array in given.values())
+    whole = sum(kernels.cpu.squared_norm([array.reshape(-1) for array in given.values()]))
     for name, result in results.items():
         result -= given[name].reshape(-1)
-    missing = sum(kernels.of(result).squared_norm(result) for result in results.values())
+    missing = sum(kernels.cpu.squared_norm(list(results.values())))
     return math.sqrt(missing / whole) if whole else 0.0

@@ -246,9 +246,7 @@ class BoundCompression(OptimizerCompression, TorchBinding):
     def _finish(self, name: str, reduced: Any, at_once: bool) -> None:
         """Takes in what Horovod has reduced. at_once: the result is needed now."""
         try:
-            self._exchange.finish(name, reduced)
-            if at_once:
-                self._exchange.settle()
+            self._exchange.finish(name, reduced, at_once)
         except HorovodInternalError:
             raise
         except (WireError, RuntimeError):

@@ -7,10 +7,6 @@ import numpy as np
 
 from ..protocol.wire import FrameLength, exact
 
-# Bytes of a payload that take as long on a link of 100 Mbit/s as a message of its own takes the
-# processor.
-SMALL = 1 << 12
-
 
 class Transport(ABC):
     """Moves flat contiguous arrays between `size` ranks, of which this is `rank`.
@@ -21,9 +17,6 @@ class Transport(ABC):
 
     rank: int
     size: int
-    # Payloads of at most so many bytes, by what is known beforehand, are gathered as one message.
-    # 0: each is one.
-    joins_up_to = 0
     # Of all collectives: what this rank has handed over, with padding and lengths, and what came
     # back that is not its own. Not what Horovod and MPI add to that.
     bytes_sent = bytes_received = 0
@@ -75,8 +68,8 @@ class Transport(ABC):
         return received
 
     def in_step(self, name: str) -> "Transport":
-        """What the collectives of one step are started with. name: of what it exchanges by itself,
-        alike on all ranks."""
+        """The transport that starts the collectives of one step. name: of what it exchanges by
+        itself, alike on all ranks."""
         return self
 
     def expect_gather(self) -> None:
@@ -89,8 +82,8 @@ class Transport(ABC):
         is used again."""
 
     def frame_length(self) -> FrameLength:
-        """What the frames of one name should be padded to before they are gathered, or sent to
-        all."""
+        """The length that frames of one name should be padded to before they are gathered, or sent
+        to all."""
         return exact
 
     def joined(self) -> List[int]:

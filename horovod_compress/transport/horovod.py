@@ -15,7 +15,7 @@ from horovod.torch import mpi_ops
 
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
 from ..protocol.wire import FrameLength, Steady
-from .base import SMALL, ProcessSetRanks, Transport
+from .base import ProcessSetRanks, Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 # Seconds between polls of the counts that are under way. Each takes Python's lock from a rank that
@@ -80,8 +80,6 @@ def _tensors_in(found: Any) -> List[torch.Tensor]:
 class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     """Sends each message when it is started, those of a step's gathers as soon as its ranks are
     counted; Horovod negotiates the order, but of those whose shapes it has seen."""
-
-    joins_up_to = SMALL
 
     def in_step(self, name: str) -> Transport:
         return _CountedStep(self, name)

@@ -15,14 +15,14 @@ _FRAMEWORKS = {"cases": "horovod.torch", "tensorflow_cases": "horovod.tensorflow
     [
         (
             "cases",
-            {"gathers_with_steps_that_are_told": 7, "splits_with_steps_that_are_told": 2},
+            {"gathers_with_steps_that_are_told": 1, "splits_with_steps_that_are_told": 2},
         ),
         ("tensorflow_cases", {"gathers_with_steps_that_are_told": 14}),
     ],
     ids=["torch", "tensorflow"],
 )
 def test_nothing_is_negotiated_once_frames_keep_their_lengths(tmp_path, cases, at_first):
-    """ResNet-50's first 40 tensors, of which 14 are gathered, in PyTorch the small ones as one
+    """ResNet-50's first 40 tensors, of which 14 are gathered, in PyTorch as one group, which is one
     message. What a rank sends to rank 0 in a step is what it negotiates."""
     pytest.importorskip(_FRAMEWORKS[cases])
     outcome = launch(

@@ -17,7 +17,7 @@ from horovod_compress import kernels
 from horovod_compress.compressors.base import Step
 from horovod_compress.engine.dense_policy import compressor_for
 from horovod_compress.engine.split import SelectAgain, split_of
-from horovod_compress.kernels import HEADROOM, Encoded, reference
+from horovod_compress.kernels import HEADROOM, Encoded, new_body, reference
 from horovod_compress.protocol import wire
 
 DIGEST, STEP = 0x12345678, 7
@@ -44,9 +44,9 @@ def frames_of(compressor, numel, rng):
     for _ in range(4):
         state = compressor.init("t", (numel,))
         grad = (rng.standard_normal(numel) * (rng.random(numel) < 0.3)).astype(np.float32)
-        payload = kernels.at_once(compressor.encode(grad, state, Step(STEP, rank=0, size=2)))
+        payload = compressor.encode(grad, state, Step(STEP, rank=0, size=2))
         if isinstance(payload, Encoded):  # not a step that goes dense
-            yield bytes(wire.seal(payload, compressor.traits.number, DIGEST, STEP, 0))
+            yield bytes(wire.seal([payload], compressor.traits.number, DIGEST, STEP, 0))
 
 
 def mutate(rng, frame, other):
@@ -108,7 +108,7 @@ def added(compressor, body, numel):
     it is refused."""
     out = np.linspace(-1, 1, numel, dtype=np.float32)
     try:
-        return kernels.at_once(compressor.add(body, out, 0.5)), out
+        return compressor.add(body, out, 0.5), out
     except ValueError:
         return None, out
 
@@ -126,7 +126,7 @@ def entries_of(spec, sizes, rank, rng):
     compressor, step, entries = hc.get_compressor(spec), Step(STEP, rank, RANKS), []
     for name, numel in sizes.items():
         grad = rng.standard_normal(numel).astype(np.float32)
-        payload = kernels.at_once(compressor.encode(grad, compressor.init(name, (numel,)), step))
+        payload = compressor.encode(grad, compressor.init(name, (numel,)), step)
         entries.append(
             SelectAgain(
                 payload,
@@ -189,6 +189,36 @@ def fuzz_split(count):
     assert 0 < read < count, read
 
 
+def opened(module, data, tensors):
+    """What a frame of so many tensors holds, or that it is refused."""
+    try:
+        bodies, finite = module.open_frames(
+            data, frames=1, tensors=tensors, number=1, digest=DIGEST, step=STEP
+        )
+    except ValueError as error:
+        return str(error)
+    return [[body.tobytes() for body in its] for its in bodies], finite
+
+
+def fuzz_groups(count):
+    """Frames of several tensors."""
+    rng, read = random.Random(2), 0
+    for _ in range(count):
+        groups = [
+            [new_body(rng.randbytes(rng.randrange(20))) for _ in range(tensors)]
+            for tensors in (3, rng.randrange(1, 6))
+        ]
+        frame, other = (
+            wire.seal([Encoded(buffer, 1) for buffer in group], 1, DIGEST, STEP, 0).tobytes()
+            for group in groups
+        )
+        data = np.frombuffer(mutate(rng, frame, other), np.uint8)
+        found = opened(kernels.cpu, data, 3)
+        assert found == opened(reference, data, 3), data.tobytes().hex()
+        read += isinstance(found, tuple)
+    assert 0 < read < count, read
+
+
 def main(count):
     rng = random.Random(0)
     frames, forged, decoded = {}, 0, dict.fromkeys(SPECS, 0)
@@ -209,7 +239,7 @@ def main(count):
         frame = mutate(rng, frames[i % 4], others[i % 4])
         data = np.frombuffer(frame, np.uint8)
         try:
-            (body,), _ = wire.unseal(data, 1, compressor.traits.number, DIGEST, STEP)
+            ((body,),), _ = wire.unseal(data, 1, 1, compressor.traits.number, DIGEST, STEP)
         except wire.WireError:
             continue
         forged += 1
@@ -236,4 +266,5 @@ def main(count):
 
 
 fuzz_split(int(sys.argv[1]) // 20)
+fuzz_groups(int(sys.argv[1]) // 5)
 main(int(sys.argv[1]))

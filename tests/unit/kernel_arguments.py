@@ -7,9 +7,10 @@ import struct
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from one_tensor import reference
 
 from horovod_compress import kernels
-from horovod_compress.kernels import HEADROOM, Encoded, reference
+from horovod_compress.kernels import HEADROOM, Encoded
 
 native_only = pytest.mark.skipif(
     kernels.backend != "native", reason="compares native kernels, which were not built"
@@ -281,27 +282,31 @@ def add_up(a):
 HEADER = dict(number=7, digest=2**32 - 1, step=3)
 
 
-def frame(a, **header):
-    buffer = np.append(np.zeros(HEADROOM, np.uint8), a.bits(np.uint8, a.one_of(1, 70, 4097)))
-    size = len(buffer) - 1 + a.one_of(0, 1, 2, 70)
-    return dict(buffer=buffer, size=size, finite=a.one_of(True, False), **(header or HEADER))
+def frame(a, tensors, **header):
+    sizes = [a.one_of(0, 70, 4097) for _ in range(tensors)]
+    bodies = [a.bits(np.uint8, size + 1) for size in sizes]
+    needed = HEADROOM + reference.frames.table_size(tensors) + sum(sizes)
+    return dict(
+        buffers=[np.append(np.zeros(HEADROOM, np.uint8), body) for body in bodies],
+        size=needed + a.one_of(0, 1, 2, 70),
+        finite=[a.one_of(True, False) for _ in range(tensors)],
+        **(header or HEADER),
+    )
 
 
 def seal_frame(a):
-    return frame(a, number=a.one_of(0, 255), digest=5, step=a.one_of(0, 2**32 - 1))
+    return frame(
+        a, a.one_of(1, 2, 5), number=a.one_of(0, 255), digest=5, step=a.one_of(0, 2**32 - 1)
+    )
 
 
 def open_frames(a):
-    frames = a.one_of(1, 3)
-    made = [{**frame(a), "digest": HEADER["digest"] + i & 0xFFFFFFFF} for i in range(frames)]
+    frames, tensors = a.one_of(1, 3), a.one_of(1, 2, 5)
+    made = [
+        {**frame(a, tensors), "digest": HEADER["digest"] + i & 0xFFFFFFFF} for i in range(frames)
+    ]
     sealed = [reference.seal_frame(**each) for each in made]
-    return dict(data=np.concatenate(sealed), frames=frames, **HEADER)
-
-
-def frames_by_tensor(a):
-    ranks, tensors = a.one_of(1, 3), a.one_of(1, 2, 5)
-    sealed = [reference.seal_frame(**frame(a)) for _ in range(ranks * tensors)]
-    return dict(data=np.concatenate(sealed), ranks=ranks, tensors=tensors)
+    return dict(data=np.concatenate(sealed), frames=frames, tensors=tensors, **HEADER)
 
 
 def max_abs(a):

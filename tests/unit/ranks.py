@@ -3,12 +3,14 @@
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import strategies as st
 
 from horovod_compress.compressors import get_compressor
 from horovod_compress.engine.lockstep import make_ranks
+from horovod_compress.engine.step import end_steps
 from horovod_compress.transport.loopback import Loopback
 
 SHAPES = {"w": (30, 40), "x": (40, 40), "bias": (40,)}
@@ -72,6 +74,11 @@ def gradients(seed, size=2, shapes=SHAPES):
         {n: rng.standard_normal(math.prod(s)).astype(np.float32) for n, s in shapes.items()}
         for _ in range(size)
     ]
+
+
+def end_step(compressor, state, succeeded):
+    """Ends the open step of a tensor that is in no exchange."""
+    end_steps([SimpleNamespace(compressor=compressor, state=state)], succeeded)
 
 
 def copy_of(exchange):

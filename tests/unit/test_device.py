@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import VALUES, Arguments, assert_same, native_only
+from one_tensor import One, cpu
 from test_selection import DISTRIBUTIONS
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import cpu
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -51,7 +51,7 @@ def compare(name, where, on_device, **arguments):
         key: moved(value, where) if key in on_device and value is not None else value
         for key, value in arguments.items()
     }
-    kernels_there = there[on_device[0]].kernels
+    kernels_there = One(there[on_device[0]].kernels)
     with np.errstate(all="ignore"):
         expected = getattr(cpu, name)(**here)
         got = getattr(kernels_there, name)(**there)
@@ -185,11 +185,11 @@ def test_bfloat16_is_the_same(where, data):
     """But for a body that is not used."""
     grad = Arguments(data).any()
     there = moved(grad, where)
-    got, expected = there.kernels.encode_bf16(there), cpu.encode_bf16(grad)
+    got, expected = One(there.kernels).encode_bf16(there), cpu.encode_bf16(grad)
     assert (got.elements, got.finite) == (expected.elements, expected.finite) and not there.any()
     if expected.finite:
         assert_same(got, expected)
-        again = there.kernels.encode_bf16(there, got.buffer)
+        again = One(there.kernels).encode_bf16(there, got.buffer)
         assert again.buffer is got.buffer and not again.body.any()
 
 
@@ -220,7 +220,7 @@ def test_codes_are_the_same(where, data, scales, size):
         key=data.draw(st.integers(0, 2**64 - 1)),
     )
     there = moved(x, where)
-    assert there.kernels.quantize(there, levels, words, **shared, clip=clip, key=1) is words
+    assert One(there.kernels).quantize(there, levels, words, **shared, clip=clip, key=1) is words
     sums = a.words(a.size, shared["width"], 0)
     compare(
         "dequantize",
@@ -258,9 +258,9 @@ def test_what_has_no_power_of_two_stays_alike(where):
 def test_norms_are_the_same(where, data):
     a = Arguments(data)
     x = a.any()
-    assert kernels.of(moved(x, where)).max_abs(moved(x, where)) == cpu.max_abs(x)
+    assert One(kernels.of(moved(x, where))).max_abs(moved(x, where)) == cpu.max_abs(x)
     exact = a.exact()
-    assert kernels.of(moved(exact, where)).squared_norm(moved(exact, where)) == pytest.approx(
+    assert One(kernels.of(moved(exact, where))).squared_norm(moved(exact, where)) == pytest.approx(
         cpu.squared_norm(exact), rel=1e-12
     )
 
@@ -269,11 +269,11 @@ def test_norms_are_the_same(where, data):
 def test_what_does_not_fit_is_refused(where):
     short, long = moved(np.zeros(3, np.float32), where), moved(np.zeros(4, np.float32), where)
     with pytest.raises(ValueError, match="grad, v must have the same length"):
-        short.kernels.add_to_residual(short, None, long)
+        One(short.kernels).add_to_residual(short, None, long)
     with pytest.raises(ValueError, match="out, u, new_u must have the same length"):
-        short.kernels.apply_momentum(short, short, long, momentum=0.9, nesterov=False)
+        One(short.kernels).apply_momentum(short, short, long, momentum=0.9, nesterov=False)
     with pytest.raises(ValueError, match="cut off"):
-        short.kernels.decode_add_sparse(short, np.zeros(3, np.uint8), scale=1.0)
+        One(short.kernels).decode_add_sparse(short, np.zeros(3, np.uint8), scale=1.0)
 
 
 @on_device

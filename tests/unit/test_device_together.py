@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import Arguments
+from one_tensor import One, cpu
 from tiers import examples
 
-from horovod_compress import get_compressor, kernels
-from horovod_compress.engine import stages
+from horovod_compress import get_compressor
+from horovod_compress.engine import group
 from horovod_compress.engine.lockstep import make_ranks, mean_of
-from horovod_compress.kernels import DeviceCall, cpu, together
 from horovod_compress.protocol.wire import WireError
 from horovod_compress.transport.loopback import Loopback
 
@@ -26,8 +26,10 @@ pytest.importorskip("triton")
 
 from ranks import discardable  # noqa: E402
 from test_device import MOMENTA, encode_topk  # noqa: E402
+from test_kernels_lists import all_at_once  # noqa: E402
 
-from horovod_compress.kernels.device import DeviceArray, launches  # noqa: E402
+from horovod_compress.kernels import device  # noqa: E402
+from horovod_compress.kernels.device import DeviceArray, launches, wait_for  # noqa: E402
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [
@@ -76,7 +78,7 @@ def run(exchanges, flat, reduced=mean_there):
         pass
     for name in flat[0]:
         for exchange, result in zip(exchanges, reduced([named[name] for named in carriers])):
-            exchange.finish(name, result)
+            exchange.finish(name, result, now=False)
 
 
 def steps_of(spec, grads, where):
@@ -131,6 +133,14 @@ def test_steps_of_many_tensors_are_those_on_the_host(spec):
     assert_same(steps_of(spec, grads, on_device), steps_of(spec, grads, np.copy))
 
 
+@kernel_arguments.native_only
+@pytest.mark.parametrize("spec", ["dgc:ratio=0.05,clip_norm=1", "adacomp", "fp16"])
+def test_places_of_a_group_may_differ(spec):
+    grads, places = gradients(5, 2), itertools.cycle([on_device, np.copy])
+    found = steps_of(spec, grads, lambda grad: next(places)(grad))
+    assert_same(found, steps_of(spec, grads, np.copy))
+
+
 def test_numbers_beyond_float16_are_counted_as_on_the_host():
     counted = []
     for where in (on_device, np.copy):
@@ -147,8 +157,8 @@ def test_numbers_beyond_float16_are_counted_as_on_the_host():
 
 
 @pytest.mark.skipif(WHERE != "cuda", reason="there is no GPU here")
-def test_a_launch_waits_for_the_streams_of_its_arrays_cuda():
-    """The later of two streams finds what the other has not written when the call is made."""
+def test_a_stream_waits_for_others_cuda():
+    """The later of two streams finds what the other has not written when a kernel is called."""
     array, streams = (
         on_device(np.zeros(1 << 20, np.float32)),
         [torch.cuda.default_stream(), torch.cuda.Stream()],
@@ -160,9 +170,10 @@ def test_a_launch_waits_for_the_streams_of_its_arrays_cuda():
         with torch.cuda.stream(first):
             torch.cuda._sleep(100_000_000)
             array.fill(number)
-            call = next(kernels.max_abs(array))
+            written = array.stream()
         with torch.cuda.stream(second):
-            assert together([call]) == [number]
+            wait_for({written, array.stream()}, array.tensor.device)
+            assert array.kernels.max_abs([array]) == [number]
 
 
 class Launches(torch.overrides.TorchFunctionMode):
@@ -237,11 +248,9 @@ def arguments_of(name, data):
     return getattr(kernel_arguments, name)(a), arrays.get(name, ["out"])
 
 
-@examples(30)
-@given(data=st.data())
-def test_calls_made_together_are_those_made_alone(data):
-    """Of different kernels, with different options, in any order."""
-    names = [
+@pytest.mark.parametrize(
+    "name",
+    [
         "encode_topk",
         "encode_variance",
         "encode_adacomp",
@@ -251,33 +260,47 @@ def test_calls_made_together_are_those_made_alone(data):
         "quantize",
         "dequantize",
         "encode_scales",
-    ]
-    made, alone = [], []
-    for name in data.draw(st.lists(st.sampled_from(names), min_size=2, max_size=6)):
+    ],
+)
+@examples(10)
+@given(data=st.data())
+def test_tensors_of_a_list_are_as_each_alone(name, data):
+    """With options of their own, in any order."""
+    together, alone = [], []
+    for _ in range(data.draw(st.integers(2, 4))):
         given, arrays = arguments_of(name, data)
-        for calls in (made, alone):
-            options = {
-                key: on_device(value) if key in arrays and value is not None else value
-                for key, value in given.items()
-            }
-            calls.append(DeviceCall(options[arrays[-1]], name, (), options))
+        for calls in (together, alone):
+            calls.append(
+                {
+                    key: on_device(value) if key in arrays and value is not None else value
+                    for key, value in given.items()
+                }
+            )
     with np.errstate(all="ignore"):
-        assert_same(together(made), [result for call in alone for result in together([call])])
-    assert_same([call.options for call in made], [call.options for call in alone])
+        assert_same(
+            all_at_once(device, name, together),
+            [getattr(One(device), name)(**call) for call in alone],
+        )
+    assert_same(together, alone)
 
 
-def test_one_bad_body_spoils_no_other():
-    good, bad = on_device(np.zeros(100, np.float32)), on_device(np.zeros(100, np.float32))
-    body = cpu.encode_sparse(np.uint32([3, 50]), np.float32([1, 2]), kind="fp32").body
-    calls = [
-        next(kernels.decode_add_sparse(out, its, scale=1.0))
-        for out, its in ((bad, body[:-1]), (good, body))
-    ]
-    refused, finite = together(calls)
-    assert isinstance(refused, ValueError) and finite is True
-    assert np.asarray(good)[[3, 50]].tolist() == [1, 2] and not bad.any()
+@pytest.mark.parametrize(
+    "name, body",
+    [
+        (
+            "decode_add_sparse",
+            cpu.encode_sparse(np.uint32([3]), np.ones(1, np.float32), kind="fp32").body,
+        ),
+        ("decode_add_bf16", cpu.encode_bf16(np.ones(10, np.float32)).body),
+    ],
+)
+def test_a_bad_body_is_refused_before_anything_is_added(name, body):
+    outs = [on_device(np.zeros(10, np.float32)) for _ in range(2)]
     with pytest.raises(ValueError):
-        kernels.at_once(kernels.decode_add_sparse(bad, body[:-1], scale=1.0))
+        getattr(device, name)(outs, [body, body[:-1]], scale=1.0)
+    assert not any(out.any() for out in outs)
+    assert getattr(device, name)(outs, [body, body], scale=1.0) == [True, True]
+    assert all(out.any() for out in outs)
 
 
 @pytest.mark.parametrize("spec", ["maxnorm", pytest.param("adacomp", marks=pytest.mark.extended)])
@@ -285,7 +308,7 @@ def test_launches_come_early_where_much_waits(spec, monkeypatch):
     """Long before the last gradient comes, payloads travel; and results are the same."""
     grads = gradients(7)
     expected = steps_of(spec, grads, on_device)
-    monkeypatch.setattr(stages, "TOGETHER", 3000)
+    monkeypatch.setattr(group, "MOST_ON_DEVICE", 3000)
     (one,) = make_ranks(get_compressor(spec), shapes(7), Loopback.group(1))
     with monkeypatch.context() as patch, Launches(patch) as launches:
         for name, grad in gradients(7)[0][0].items():
@@ -317,20 +340,6 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(spec):
     assert_same(mine, its)
 
 
-def test_one_result_can_be_had_before_the_others():
-    (exchange,) = make_ranks(get_compressor("topk:ratio=0.05"), shapes(5), Loopback.group(1))
-    flat = {name: on_device(grad.reshape(-1)) for name, grad in gradients(5)[0][0].items()}
-    carriers = {name: exchange.submit(name, grad) for name, grad in flat.items()}
-    exchange.finish("t0", carriers["t0"])
-    assert not flat["t0"].any() and "t0" in exchange.open_tensors()
-    exchange.settle()
-    assert flat["t0"].any() and "t0" not in exchange.open_tensors()
-    exchange.fail_tensor("t1")
-    for name in ("t2", "t3", "t4"):
-        exchange.finish(name, carriers[name])
-    assert not exchange.under_way and not exchange.succeeded
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -339,27 +348,24 @@ def test_one_result_can_be_had_before_the_others():
         "variance:min_numel=0,alpha=0.1,error_feedback=true",
     ],
 )
-@pytest.mark.parametrize("flushed", [True, False])
-def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(
-    spec, flushed, monkeypatch
-):
-    """Nor does a step that is given up before its calls were made: its gradients are in the
-    residuals."""
+@pytest.mark.parametrize("most", [1, 1 << 24])
+def test_a_transport_that_fails_for_one_group_loses_nothing_of_the_others(spec, most, monkeypatch):
+    """Nor does a step that is given up: its gradients are in the residuals."""
+    monkeypatch.setattr(group, "MOST_ON_DEVICE", most)
     (exchange,) = make_ranks(get_compressor(spec), shapes(5), Loopback.group(1))
     grads = gradients(5)[0][0]
     allgather = exchange.transport.allgather
 
     def failing(name, array):
-        if name.endswith("t1"):
+        if len(exchange._submitted) == 2:
             raise OSError("the network is gone")
         return allgather(name, array)
 
     monkeypatch.setattr(exchange.transport, "allgather", failing)
-    for name, grad in grads.items():
-        exchange.submit(name, on_device(grad.reshape(-1)))
-    if flushed:
-        with pytest.raises(OSError, match="the network is gone"):
-            exchange.flush()
+    for number, (name, grad) in enumerate(grads.items()):
+        fails = most == 1 and number == 1
+        with pytest.raises(OSError) if fails else contextlib.nullcontext():
+            exchange.submit(name, on_device(grad.reshape(-1)))
     exchange.rollback()
     for name, grad in grads.items():
         tensor = exchange._tensors[name]
@@ -369,9 +375,9 @@ def test_a_transport_that_fails_for_one_tensor_loses_nothing_of_the_others(
         )
 
 
-@pytest.mark.parametrize("most", [1, 1 << 24])
-def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
-    monkeypatch.setattr(stages, "TOGETHER", most)
+def test_one_damaged_payload_keeps_no_other_result_back(monkeypatch):
+    """But those of its group."""
+    monkeypatch.setattr(group, "MOST_ON_DEVICE", 1)
     (exchange,) = make_ranks(
         get_compressor("topk:ratio=0.05,min_numel=0"), shapes(4), Loopback.group(1)
     )
@@ -396,20 +402,3 @@ def test_one_damaged_payload_keeps_no_other_result_back(most, monkeypatch):
     )
     exchange.rollback()
     assert not exchange.succeeded and exchange.stats()["decode_seconds"] > 0
-
-
-def test_a_body_of_odd_length_is_refused_alone():
-    good, bad = on_device(np.zeros(10, np.float32)), on_device(np.zeros(10, np.float32))
-    body = cpu.encode_bf16(np.ones(10, np.float32)).body
-    refused, finite = together(
-        [
-            next(kernels.decode_add_bf16(out, its, scale=1.0))
-            for out, its in ((bad, body[:-1]), (good, body))
-        ]
-    )
-    assert (
-        isinstance(refused, ValueError)
-        and finite is True
-        and not bad.any()
-        and np.asarray(good).tolist() == [1] * 10
-    )

@@ -512,7 +512,7 @@ def test_nothing_is_changed_by_messages_whose_last_part_cannot_be_used(
         *parts, last = gossip._opened(0, frames[0])
         forged = [*parts, damage(last)]
         body = new_body(np.array([0, *map(len, forged)], np.int64), *forged)
-        frames[0] = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps, 0)
+        frames[0] = wire.seal([Encoded(body, 0)], gossip._number, gossip._digest, gossip.steps, 0)
 
     errors = exchange(run, forge)
     with pytest.raises(kind, match=words):
@@ -527,7 +527,7 @@ def test_messages_whose_parts_do_not_make_them_up_are_refused(lengths):
     body = new_body(
         np.array(lengths, np.int64), np.zeros(7 if lengths == [0, 0, 0, 0] else 0, np.uint8)
     )
-    frame = wire.seal(Encoded(body, 0), gossip._number, gossip._digest, gossip.steps, 0)
+    frame = wire.seal([Encoded(body, 0)], gossip._number, gossip._digest, gossip.steps, 0)
     gossip._wait = lambda: {0: frame}
     with pytest.raises(hc.WireError, match="neighbor 0: its parts do not make it up"):
         gossip.finish({})

@@ -6,8 +6,9 @@ import kernel_arguments
 import numpy as np
 import pytest
 from kernel_arguments import KERNELS, KEYS, Arguments, assert_same, native_only, sizes, trimmed
+from one_tensor import cpu
 
-from horovod_compress.kernels import cpu
+from horovod_compress.kernels import HEADROOM
 
 
 class Fixed:
@@ -163,6 +164,14 @@ NINE = [1.0] * 9  # scales
         ("decode_signs", {"width": 0}),
         ("decode_signs", {"width": 65}),
         ("decode_sparse", {"numel": -1}),
+        ("seal_frame", {"size": HEADROOM}),
+        ("seal_frame", {"finite": [True]}),
+        ("seal_frame", {"buffers": [], "finite": []}),
+        ("seal_frame", {"buffers": [np.zeros(HEADROOM, np.uint8)] * 5}),
+        ("seal_frame", {"buffers": [np.zeros(HEADROOM + 1, np.int8)] * 5}),
+        ("seal_frame", {"buffers": [np.zeros((1, HEADROOM + 1), np.uint8)] * 5}),
+        ("open_frames", {"tensors": 0}),
+        ("open_frames", {"tensors": 4}),
     ],
 )
 def test_numbers_out_of_range_are_refused(name, wrong):

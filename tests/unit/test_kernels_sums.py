@@ -21,10 +21,11 @@ from kernel_arguments import (
     trimmed,
     using,
 )
+from one_tensor import cpu, reference
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import HEADROOM, cpu, reference
+from horovod_compress.kernels import HEADROOM
 
 # Sums of many elements depend on their order, which is one for all instructions: ranks with
 # different CPUs get the same bits.
@@ -122,7 +123,7 @@ def test_both_sets_have_the_same_arguments(name):
     """By the signature that pybind11 writes into the documentation; numbers are keywords in
     both."""
     expected = []
-    for argument in inspect.signature(getattr(reference, name)).parameters.values():
+    for argument in inspect.signature(getattr(kernels.reference, name)).parameters.values():
         if argument.kind == argument.KEYWORD_ONLY and "*" not in expected:
             expected.append("*")
         expected.append(argument.name)
@@ -131,7 +132,7 @@ def test_both_sets_have_the_same_arguments(name):
 
 
 def test_kernels_of_an_array():
-    assert kernels.of(np.zeros(1, np.float32)) is cpu is getattr(kernels, kernels.backend)
+    assert kernels.of(np.zeros(1, np.float32)) is kernels.cpu is getattr(kernels, kernels.backend)
     for wrong, name in (
         ([1.0], "builtins.list"),
         (None, "builtins.NoneType"),

@@ -6,13 +6,12 @@ import pytest
 import torch
 from battery_facts import bytes_of, copies, steps_of
 from paper_checks import alone, normal, payload_of, seeded  # noqa: F401
-from ranks import ranks_of
+from ranks import end_step, ranks_of
 
 from horovod_compress import get_compressor, kernels
 from horovod_compress.compressors.base import Step
 from horovod_compress.compressors.demo import _dct
 from horovod_compress.engine.lockstep import run_step
-from horovod_compress.engine.step import end_step
 from horovod_compress.kernels import reference
 
 
@@ -136,15 +135,17 @@ def test_the_matrix_is_orthonormal_and_its_numbers_are_the_same_everywhere():
 def test_bodies_for_other_tensors_are_refused():
     payload, compressor, _ = payload_of("demo:chunk=8,k=3", normal(32, 48))
     for module in {kernels.cpu, reference}:
-        grid = compressor._transform(32 * 48)
-        for wrong in ({"width": 47}, {"width": 0}, {"rows": grid["rows"][:-1]}, {"width": 32 * 48}):
+        out = np.zeros(32 * 48, np.float32)
+        (rows,), (columns,) = compressor._transforms([out])
+        for wrong, width in ((rows, 47), (rows, 0), (rows[:-1], 48), (rows, 32 * 48)):
             with pytest.raises(ValueError):
                 module.decode_add_dct(
-                    np.zeros(32 * 48, np.float32), payload.body, **{**grid, **wrong}, scale=1.0
+                    [out], [payload.body], [wrong], [columns], width=width, scale=1.0
                 )
-        out = np.zeros(32 * 48, np.float32)
         with pytest.raises(ValueError, match="shorter|early|entries|gaps"):
-            module.decode_add_dct(out, payload.body[:-3], **grid, scale=1.0)
+            module.decode_add_dct(
+                [out], [payload.body[:-3]], [rows], [columns], width=48, scale=1.0
+            )
         assert not out.any()
 
 

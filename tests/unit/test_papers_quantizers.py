@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from one_tensor import cpu
 from paper_checks import RNG, alone, normal, seeded  # noqa: F401
 
 import horovod_compress as hc
-from horovod_compress import kernels
 
 # -- single-scale and multi-scale quantizers (arXiv 2109.12497)
 
@@ -17,7 +17,7 @@ from horovod_compress import kernels
 def test_whatever_the_norm_is_scales_are_chosen_by_the_largest(norm):
     values = np.concatenate([np.full(64, 3.0), np.full(36, -5.0)]).astype(np.float32)
     peaks = np.zeros(2, np.uint32)
-    kernels.at_once(hc.get_compressor(f"multiscale:norm={norm}").norm_of(values, peaks))
+    hc.get_compressor(f"multiscale:norm={norm}").norms_of([values], [peaks])
     assert peaks.view(np.float32).tolist() == [3, 5]
 
 
@@ -35,16 +35,14 @@ def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):
         x = np.where(
             np.arange(77) % 3 == 0, -w, np.where(np.arange(77) % 3 == 1, w, RNG.uniform(-w, w, 77))
         ).astype(np.float32)
-        its = kernels.cpu.quantize(
-            x, None, w=w, clip=w, steps=steps, width=width, size=size, key=rank
-        )
+        its = cpu.quantize(x, None, w=w, clip=w, steps=steps, width=width, size=size, key=rank)
         own = np.empty(77, np.float32)
-        kernels.cpu.dequantize(its, None, own, w=w, steps=steps, width=width, size=size, scale=1.0)
+        cpu.dequantize(its, None, own, w=w, steps=steps, width=width, size=size, scale=1.0)
         total += own.astype(np.float64)
         with np.errstate(over="ignore"):
             words = its if words is None else words + its
     out = np.empty(77, np.float32)
-    kernels.cpu.dequantize(words, None, out, w=w, steps=steps, width=width, size=size, scale=1.0)
+    cpu.dequantize(words, None, out, w=w, steps=steps, width=width, size=size, scale=1.0)
     np.testing.assert_array_equal(out, total.astype(np.float32))
     np.testing.assert_array_equal(out[:2], [-size * w, size * w])
 

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 from paper_checks import RNG, alone, decoded, normal, payload_of, seeded  # noqa: F401
+from ranks import end_step
 
 from horovod_compress.compressors.base import Step
-from horovod_compress.engine.step import end_step
 
 
 def first_step_sent(alpha, zeta, steps=12):

@@ -1,4 +1,4 @@
-"""Algorithms of other packages, as they were written before methods became generators."""
+"""Algorithms of other packages, which override methods of one tensor."""
 
 import dataclasses
 

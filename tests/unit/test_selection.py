@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernel_arguments import VALUES, assert_same
+from one_tensor import cpu, reference
 from tiers import examples
 
 from horovod_compress import kernels
-from horovod_compress.kernels import HEADROOM, cpu, reference
+from horovod_compress.kernels import HEADROOM
 
 RNG = np.random.default_rng(7)
 native_only = pytest.mark.skipif(

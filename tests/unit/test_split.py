@@ -12,10 +12,9 @@ from tiers import examples
 
 import horovod_compress as hc
 from horovod_compress.compressors.base import Step
-from horovod_compress.engine.dense_policy import goes_dense, times_dense
+from horovod_compress.engine.dense_policy import go_dense, times_dense
 from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.engine.split import SelectAgain, regions_of, split_of
-from horovod_compress.kernels import at_once
 from horovod_compress.protocol.wire import WireError
 from horovod_compress.tools.models import MODELS
 from horovod_compress.transport.loopback import Loopback
@@ -163,7 +162,9 @@ def test_a_step_that_is_not_finite_is_undone_on_all_ranks_bit_for_bit(job, value
         for v, g in zip(before, last)
     ]
     dense = {
-        tensor.name for tensor in exchanges[0].tensors if goes_dense(tensor, exchanges[0]._now)
+        name
+        for group in exchanges[0]._group_of.values()
+        for name in go_dense(group, exchanges[0]._now)
     }
     results = run_step(exchanges, last)
     for ex, residuals, result in zip(exchanges, expected, results):
@@ -303,7 +304,7 @@ def entries_of(spec, named, rank, size, residuals):
     found = []
     for name, grad in sorted(named.items()):
         state = compressor.init(name, grad.shape)
-        payload = at_once(compressor.encode(grad, state, step))
+        payload = compressor.encode(grad, state, step)
         found.append(
             SelectAgain(
                 payload,

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_tensor import cpu, reference
 from ranks import gradients, ranks_of
 from tiers import examples
 
-from horovod_compress import WireError, get_compressor, kernels
+from horovod_compress import WireError, get_compressor
 from horovod_compress.engine.lockstep import run_step
-from horovod_compress.kernels import HEADROOM, Encoded, new_body, reference
+from horovod_compress.kernels import HEADROOM, Encoded, new_body
 from horovod_compress.kernels.reference.columns import to_columns
 from horovod_compress.kernels.reference.sparse import code_values
 from horovod_compress.protocol import wire
@@ -24,14 +25,21 @@ from horovod_compress.transport.loopback import Loopback
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 KINDS = ("fp32", "fp16", "bf16", "sign", "power", "2bit")
-BOTH = pytest.mark.parametrize("module", [kernels.cpu, reference], ids=["host", "reference"])
+BOTH = pytest.mark.parametrize("module", [cpu, reference], ids=["host", "reference"])
 
 
 def frame_of(
     body=b"12345", number=1, digest=5, step=0, finite=True, frame_length=wire.exact, rank=0
 ):
     encoded = Encoded(new_body(body), 1, finite)
-    return wire.seal(encoded, number, digest, step, rank, frame_length)
+    return wire.seal([encoded], number, digest, step, rank, frame_length)
+
+
+def group_frame(*bodies, finite=None, rank=0, padding=0):
+    """The frame of tensors with these bodies."""
+    finite = finite or [True] * len(bodies)
+    payloads = [Encoded(new_body(body), 1, whether) for body, whether in zip(bodies, finite)]
+    return wire.seal(payloads, 1, 5, 0, rank, lambda length: length + padding)
 
 
 @examples(200)
@@ -58,9 +66,76 @@ def test_frames_of_several_ranks_come_back(payloads, step):
     assert [len(frame) for frame in frames] == [
         HEADROOM + len(body) + padding for body, _, padding in payloads
     ]
-    bodies, finite = wire.unseal(np.concatenate(frames), len(frames), 1, 5, step)
-    assert [body.tobytes() for body in bodies] == [body for body, _, _ in payloads]
-    assert finite == all(finite for _, finite, _ in payloads)
+    bodies, finite = wire.unseal(np.concatenate(frames), len(frames), 1, 1, 5, step)
+    assert [body.tobytes() for (body,) in bodies] == [body for body, _, _ in payloads]
+    assert finite == [all(finite for _, finite, _ in payloads)]
+
+
+@BOTH
+@examples(100)
+@given(st.data(), st.integers(2, 5), st.integers(1, 3))
+def test_frames_of_groups_come_back(module, data, tensors, ranks):
+    """Each tensor's body from each rank, in the frame's memory, and whether it is finite on all."""
+    tensor = st.tuples(st.binary(max_size=100), st.booleans())
+    group = st.lists(tensor, min_size=tensors, max_size=tensors)
+    given = [data.draw(group) for _ in range(ranks)]
+    padding = data.draw(st.integers(0, 70))
+    frames = [
+        group_frame(*bodies, finite=finite, rank=rank, padding=padding)
+        for rank, (bodies, finite) in enumerate(zip(*each) for each in given)
+    ]
+    for frame, its in zip(frames, given):
+        needed = HEADROOM + 4 * tensors + sum(len(body) for body, _ in its)
+        assert len(frame) == needed + padding
+    joined = np.concatenate(frames)
+    bodies, finite = module.open_frames(
+        joined, frames=ranks, tensors=tensors, number=1, digest=5, step=0
+    )
+    assert [[body.tobytes() for body in its] for its in bodies] == [
+        [body for body, _ in its] for its in given
+    ]
+    assert finite == [all(its[i][1] for its in given) for i in range(tensors)]
+    assert all(not len(body) or np.shares_memory(body, joined) for its in bodies for body in its)
+
+
+def test_the_frame_of_one_tensor_is_made_in_its_buffer():
+    for padding, in_buffer in ((0, True), (1, True), (2, False)):
+        buffer = new_body(b"12345")
+        frame = wire.seal([Encoded(buffer, 1)], 1, 5, 0, 0, lambda length: length + padding)
+        assert np.shares_memory(frame, buffer) == in_buffer
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "entries, says",
+    [
+        ([2, 3, 1], "not of the length that the table"),
+        ([1, 3, 0], "not of the length that the table"),
+        ([2, 3, 2**31 - 1], "not of the length that the table"),
+        ([2**31 - 1, 2**31 - 1, 2**31 - 1], "not of the length that the table"),
+        ([1, 3, 1], None),
+        ([5, 0, 0], None),
+    ],
+)
+def test_a_table_that_does_not_add_up_names_its_rank(module, entries, says):
+    frame = group_frame(b"1", b"234", b"5", rank=1)
+    frame[HEADROOM : HEADROOM + 12].view("<u4")[:] = [2 * entry for entry in entries]
+    frames = np.concatenate([group_frame(b"", b"", b""), checked(frame)])
+    options = dict(frames=2, tensors=3, number=1, digest=5, step=0)
+    if says:
+        with pytest.raises(ValueError, match=f"payload of rank 1: {says}"):
+            module.open_frames(frames, **options)
+    else:
+        (_, bodies), _ = module.open_frames(frames, **options)
+        assert [len(body) for body in bodies] == entries
+
+
+@BOTH
+@pytest.mark.parametrize("tensors, says", [(2, "not of the length"), (4, "shorter than the table")])
+def test_the_frame_of_another_number_of_tensors_is_refused(module, tensors, says):
+    frame = group_frame(b"1", b"", b"")
+    with pytest.raises(ValueError, match=f"payload of rank 0: {says}"):
+        module.open_frames(frame, frames=1, tensors=tensors, number=1, digest=5, step=0)
 
 
 @examples(200)
@@ -127,8 +202,8 @@ def test_sparse_bodies_come_back(numel, kind, seed, data):
         np.uint32
     )
     values, scales = values_for(rng, kind, len(indices))
-    body = kernels.cpu.encode_sparse(indices, values, kind=kind, scales=scales).buffer[HEADROOM:-1]
-    its_indices, its_values = kernels.cpu.decode_sparse(body, numel=numel)
+    body = cpu.encode_sparse(indices, values, kind=kind, scales=scales).buffer[HEADROOM:-1]
+    its_indices, its_values = cpu.decode_sparse(body, numel=numel)
     np.testing.assert_array_equal(its_indices, indices)
     np.testing.assert_array_equal(its_values, values)
 
@@ -143,9 +218,7 @@ def test_index_coding_is_within_ten_percent_of_entropy(density, kind, bits):
     indices = np.flatnonzero(rng.random(d) < density).astype(np.uint32)
     k = len(indices)
     scales = (1.0,) * {"sign": 1, "power": 1, "2bit": 4}.get(kind, 0)
-    buffer = kernels.cpu.encode_sparse(
-        indices, np.ones(k, np.float32), kind=kind, scales=scales
-    ).buffer
+    buffer = cpu.encode_sparse(indices, np.ones(k, np.float32), kind=kind, scales=scales).buffer
     assert 8 * (len(buffer) - HEADROOM - 1) - bits * k <= 1.10 * k * (math.log2(d / k) + 1.44)
 
 
@@ -168,7 +241,7 @@ def test_an_index_in_a_chunk_takes_no_more_bits_than_its_place(k, places, where)
     ]
     indices = np.concatenate([places * c + at for c, at in enumerate(chosen)]).astype(np.uint32)
     scales = (1.0,) * 4
-    body = kernels.cpu.encode_sparse(
+    body = cpu.encode_sparse(
         indices, np.ones(k * chunks, np.float32), kind="2bit", scales=scales
     ).buffer[HEADROOM:-1]
     assert len(body) - 6 - 16 - k * chunks // 4 <= k * chunks * math.log2(places) / 8
@@ -185,79 +258,80 @@ def test_extreme_indices():
         [5, 6, 7, numel - 2, numel - 1],
     ):
         indices = np.array(indices, np.uint32)
-        body = kernels.cpu.encode_sparse(
-            indices, np.ones(len(indices), np.float32), kind="bf16"
-        ).buffer[HEADROOM:-1]
+        body = cpu.encode_sparse(indices, np.ones(len(indices), np.float32), kind="bf16").buffer[
+            HEADROOM:-1
+        ]
         assert len(body) < 6 + 2 * len(indices) + 40 + 8 * len(indices)
-        np.testing.assert_array_equal(kernels.cpu.decode_sparse(body, numel=numel)[0], indices)
+        np.testing.assert_array_equal(cpu.decode_sparse(body, numel=numel)[0], indices)
 
 
 def test_old_frames_stay_readable():
-    """Frames as version 3 wrote them: what they add to a gradient of 12 elements, and that they are
+    """Frames as version 4 wrote them: what they add to a gradient of 12 elements, and that they are
     framed so now."""
     for spec, (stored, expected) in STORED.items():
         compressor = get_compressor(spec)
         frame = np.frombuffer(bytes.fromhex(stored), np.uint8)
-        (body,), finite = wire.unseal(frame, 1, compressor.traits.number, 0xDEADBEEF, 3)
+        ((body,),), (finite,) = wire.unseal(frame, 1, 1, compressor.traits.number, 0xDEADBEEF, 3)
         out = np.zeros(12, np.float32)
-        assert finite and kernels.at_once(compressor.add(body, out, 1.0))
+        assert finite and compressor.add(body, out, 1.0)
         np.testing.assert_array_equal(out, np.array(expected, np.float32))
         np.testing.assert_array_equal(
-            wire.seal(Encoded(new_body(body), 1), compressor.traits.number, 0xDEADBEEF, 3, 0), frame
+            wire.seal([Encoded(new_body(body), 1)], compressor.traits.number, 0xDEADBEEF, 3, 0),
+            frame,
         )
 
 
 STORED = {
     "topk:values=fp32": (
-        "6843030610db0af3efbeadde0300000014000000000000000300000000010000c03f000000c00000803e0046",
+        "6843040610db0af3efbeadde0300000014000000000000000300000000010000c03f000000c00000803e0046",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "topk:values=fp16": (
-        "684303068e91b786efbeadde030000000e00000000000000030000000101003e00c000340046",
+        "684304068e91b786efbeadde030000000e00000000000000030000000101003e00c000340046",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "topk:values=bf16": (
-        "684303065cff8f36efbeadde030000000e00000000000000030000000201c03f00c0803e0046",
+        "684304065cff8f36efbeadde030000000e00000000000000030000000201c03f00c0803e0046",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "topk:values=2bit": (
-        "684303067cb5c2a6efbeadde0300000019000000000000000300000005010000c0bf000000000000803f00004040230046",
+        "684304067cb5c2a6efbeadde0300000019000000000000000300000005010000c0bf000000000000803f00004040230046",
         [0, 0, 3, -1.5, 0, 0, 0, 0, 0, 0, 1, 0],
     ),
     "strom": (
-        "684303039533cc2eefbeadde030000000d000000000000000300000003010000003f020046",
+        "684304039533cc2eefbeadde030000000d000000000000000300000003010000003f020046",
         [0, 0, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0.5, 0],
     ),
     "variance": (
-        "68430305f2fe657eefbeadde030000000e000000000000000300000004010000004081030046",
+        "68430405f2fe657eefbeadde030000000e000000000000000300000004010000004081030046",
         [0, 0, 1, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "randomk:ratio=0.25": (
-        "68430307bd9c2411efbeadde030000001400000000000000977fc4a5f29992c00000c03f0000000000000000",
+        "68430407bd9c2411efbeadde030000001400000000000000977fc4a5f29992c00000c03f0000000000000000",
         [0, 0, 1.5, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     ),
     "bf16": (
-        "68430310eca87176efbeadde03000000180000000000000000000000c03f00c0000000000000000000000000803e0000",
+        "68430410eca87176efbeadde03000000180000000000000000000000c03f00c0000000000000000000000000803e0000",
         [0, 0, 1.5, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "efsignsgd": (
-        "6843030de38ecd03efbeadde030000000c000000000000000000e03f0000e0bfaa0a0000",
+        "6843040de38ecd03efbeadde030000000c000000000000000000e03f0000e0bfaa0a0000",
         [1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75, 1.75, -1.75],
     ),
     "onebit": (
-        "6843030eba3caba0efbeadde030000000c000000000000000000c03f000000c0aa0a0000",
+        "6843040eba3caba0efbeadde030000000c000000000000000000c03f000000c0aa0a0000",
         [1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2, 1.5, -2],
     ),
     "natural": (
-        "6843030fb853d289efbeadde030000002400000000000000000000020c000000000000f4010000000000000000000000000000000000000000000000",
+        "6843040fb853d289efbeadde030000002400000000000000000000020c000000000000f4010000000000000000000000000000000000000000000000",
         [0, 0, 2, -2, 0, 0, 0, 0, 0, 0, 0.25, 0],
     ),
     "qsgd:coding=fixed": (
-        "68430312ebb51b63efbeadde030000001a00000000000000004acc204005efe1f1de7befc1f7de7befbdf7de7befbdf7de7b",
+        "68430412ebb51b63efbeadde030000001a00000000000000004acc204005efe1f1de7befc1f7de7befbdf7de7befbdf7de7b",
         [0, 0, 1.507481336593628, -2.0099751949310303, 0, 0, 0, 0, 0, 0, 0.1674979329109192, 0],
     ),
     "qsgd:bits=2,bucket_size=6,coding=elias": (
-        "68430312f862290defbeadde0300000010000000000000000100004040000000400200000063b702",
+        "68430412f862290defbeadde0300000010000000000000000100004040000000400200000063b702",
         [0, 0, 0, -3, 0, 0, 0, 0, 0, 0, 2, 0],
     ),
 }
@@ -270,7 +344,7 @@ STORED = {
         (lambda f: f[:-1], "body"),
         (lambda f: np.concatenate([f, f[:1]]), "follow"),
         (lambda f: f[::-1].copy(), "not a horovod_compress payload"),
-        (lambda f: with_byte(f, 2, 9), "wire version 9, this rank has 3"),
+        (lambda f: with_byte(f, 2, 9), "wire version 9, this rank has 4"),
         (lambda f: with_byte(f, 26, f[26] ^ 1), "checksum"),
         (lambda f: with_byte(f, 20, 2, checksum=True), "body"),  # padding that is not there
         (lambda f: with_byte(f, 23, 255, checksum=True), "body"),
@@ -279,7 +353,7 @@ STORED = {
 def test_errors_name_the_rank_and_the_trouble(change, words):
     frames = [frame_of(), change(frame_of(rank=1))]
     with pytest.raises(WireError, match=words) as error:
-        wire.unseal(np.concatenate(frames), 2, 1, 5, 0)
+        wire.unseal(np.concatenate(frames), 2, 1, 1, 5, 0)
     assert "rank 1" in str(error.value) or "of 2 ranks" in str(error.value)
 
 
@@ -291,7 +365,7 @@ def test_frames_of_another_configuration_or_step():
         (1, 5, 0, "step 1.*at step 0"),
     ):
         with pytest.raises(WireError, match=words):
-            wire.unseal(frame_of(step=1), 1, number, digest, step)
+            wire.unseal(frame_of(step=1), 1, 1, number, digest, step)
 
 
 class Misplaced(Loopback):
@@ -315,16 +389,17 @@ def test_frames_name_their_rank(module, digest, order, where):
     """One in another's place, and one that comes twice."""
     frames = np.concatenate([frame_of(digest=digest, rank=rank) for rank in order])
     with pytest.raises(ValueError, match=f"of rank {where}: made by rank {order[where]}: it was"):
-        module.open_frames(frames, frames=3, number=1, digest=digest, step=0)
+        module.open_frames(frames, frames=3, tensors=1, number=1, digest=digest, step=0)
 
 
-def test_every_changed_bit_is_noticed():
-    frame = frame_of(bytes(range(200)))
+@pytest.mark.parametrize("bodies", [[bytes(range(200))], [bytes(range(100)), b"", b"12345"]])
+def test_every_changed_bit_is_noticed(bodies):
+    frame = group_frame(*bodies)
     for bit in range(8 * len(frame)):
         changed = frame.copy()
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(WireError):
-            wire.unseal(changed, 1, 1, 5, 0)
+            wire.unseal(changed, 1, len(bodies), 1, 5, 0)
 
 
 class Corrupted(Loopback):
@@ -340,6 +415,7 @@ def test_a_body_that_cannot_be_decoded_names_its_rank_too():
     exchanges = ranks_of("topk:ratio=0.1", transport=Corrupted)
     for exchange, named in zip(exchanges, gradients(0)):
         exchange.submit("w", named["w"])
+        exchange.flush()
     for exchange in exchanges:
         with pytest.raises(WireError, match="payload of rank 1: unknown kind of values"):
             exchange.finish("w", np.ones(1, np.float32))
@@ -389,9 +465,7 @@ def test_levels_in_eliass_code_are_at_most_the_steps(module, steps):
 @pytest.mark.parametrize("kind, scales", [("sign", 1), ("power", 1), ("2bit", 4)])
 def test_bits_behind_the_last_value_are_zero(module, kind, scales):
     indices, values = np.array([3, 8, 9], np.uint32), np.ones(3, np.float32)
-    body = kernels.cpu.encode_sparse(indices, values, kind=kind, scales=[1.0] * scales).buffer[
-        HEADROOM:-1
-    ]
+    body = cpu.encode_sparse(indices, values, kind=kind, scales=[1.0] * scales).buffer[HEADROOM:-1]
     last = 6 + 4 * scales + (kind == "power")
     module.decode_sparse(body, numel=10)
     with pytest.raises(ValueError, match="longer than its values"):
@@ -402,8 +476,12 @@ def with_byte(frame, at, value, checksum=False):
     """The frame with one byte changed, under a checksum that knows of it or does not."""
     frame = frame.copy()
     frame[at] = value
-    if checksum:
-        struct.pack_into("<I", frame, 4, reference.frames.checksum(frame[8:]))
+    return checked(frame) if checksum else frame
+
+
+def checked(frame):
+    """The frame, which was changed, under a checksum that knows of it."""
+    struct.pack_into("<I", frame, 4, reference.frames.checksum(frame[8:]))
     return frame
 
 

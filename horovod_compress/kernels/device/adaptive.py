@@ -14,16 +14,17 @@ import torch
 
 from .. import cpu
 from ..encoded import Encoded
+from ..reference.dense import Float
 from . import launches
 from .array import DeviceArray
 from .programs import adaptive as programs
 from .selection import put
-from .shared import Kernel, in_groups, same_length, starts_of, within_limits
+from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
 
 class _Marks:
-    """What is sent of tensors: a mark for each element, and for each block how many are marked and
-    a largest magnitude.
+    """The elements of tensors that are sent: a mark for each element, and for each block how many
+    are marked and a largest magnitude.
 
     starts: where each tensor's marks are."""
 
@@ -77,7 +78,7 @@ class _Marks:
         ]
 
 
-@Kernel
+@kernel
 def encode_variance(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_variance`; squares may be on the CPU, and what was sent is
     coded there. `spare` is not used."""
@@ -120,42 +121,37 @@ def _variance(calls: List[Any]) -> List[Encoded]:
     finite = [peak < launches.INFINITY for peak in largest]
     collected = marks.collected(counts, [(call.r, call.v) for call in calls], finite)
     coded = [_code_variance(call, *its) for call, its in zip(calls, collected)]
-    put(
-        [(call.r, call.v) for call in calls],
-        [undo[0] for _, undo, _ in coded],
-        [left for _, _, left in coded],
-    )
+    indices, values, scales, before, after = map(list, zip(*coded))
+    put([(call.r, call.v) for call in calls], indices, after)
+    kinds = ["sign" if call.tau > 0 else "power" for call in calls]
     return [
-        encoded._replace(finite=whether, undo=undo)
-        for whether, (encoded, undo, _) in zip(finite, coded)
+        encoded._replace(finite=whether, undo=tuple(undo))
+        for encoded, whether, *undo in zip(
+            cpu.encode_sparse(indices, values, kind=kinds, scales=scales), finite, indices, before
+        )
     ]
 
 
 def _code_variance(
     call: Any, indices: np.ndarray, old_r: np.ndarray, old_v: np.ndarray
-) -> Tuple[Encoded, tuple, np.ndarray]:
-    """(the body, (indices, rows of r and v before), rows of r and v after) of what fires."""
+) -> Tuple[np.ndarray, np.ndarray, Sequence[Float], np.ndarray, np.ndarray]:
+    """(indices, values, scales, rows of r and v before, the same after) of what fires."""
     limit = np.float32(call.tau)
     if limit > 0:
-        values, scales, kind = np.copysign(limit, old_r), [limit], "sign"
+        values, scales = np.copysign(limit, old_r), [limit]
         left = np.maximum(old_v - 2 * np.abs(old_r) * limit + limit * limit, 0)
     else:
-        error, kind = old_r.copy(), "power"
-        places, _, values, scales = cpu.take_entries(
-            np.arange(len(error), dtype=np.uint32), error, None, kind=kind, masked=0
+        places = np.arange(len(old_r), dtype=np.uint32)
+        ((places, _, values, scales),) = cpu.take_entries(
+            [places], [old_r.copy()], None, kind="power", masked=0
         )
-        indices, old_r, old_v, left = (
-            indices[places],
-            old_r[places],
-            old_v[places],
-            np.zeros(len(places), np.float32),
-        )
+        indices, old_r, old_v = indices[places], old_r[places], old_v[places]
+        left = np.zeros(len(places), np.float32)
     new_r = old_r - values if limit > 0 or call.error_feedback else np.zeros_like(old_r)
-    encoded = cpu.encode_sparse(indices, values, kind=kind, scales=scales)
-    return encoded, (indices, np.stack([old_r, old_v])), np.stack([new_r, left])
+    return indices, values, scales, np.stack([old_r, old_v]), np.stack([new_r, left])
 
 
-@Kernel
+@kernel
 def encode_adacomp(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_adacomp`; `sent` and the body are on the CPU. The sum of the
     bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
@@ -185,13 +181,13 @@ def _subtract_sent(calls: List[Any]) -> None:
         (len(call.sent), call.residual.tensor, float(call.sent_scale), start)
         for call, start in zip(calls, pending)
     ]
-    sent = launches.copied([call.sent for call in calls], calls[0].grad.tensor.device)
+    sent = launches.copied([call.sent for call in calls], calls[0].grad.device)
     launches.launch(programs.subtract_signs, rows, sent)
 
 
 def _adacomp(calls: List[Any]) -> List[Encoded]:
     _subtract_sent(calls)
-    device, width = calls[0].grad.tensor.device, _width(calls[0])
+    device, width = calls[0].grad.device, _width(calls[0])
     marks, together = _Marks([call.grad.tensor for call in calls]), launches.MARK_BLOCK // width
     lengths = [_length(call) for call in calls]
     bins = [-(-call.grad.size // length) for call, length in zip(calls, lengths)]
@@ -234,10 +230,14 @@ def _adacomp(calls: List[Any]) -> List[Encoded]:
         for total, number in zip(np.array(bits).view(np.float64), bins)
     ]
     wanted = [bool(whether and scale) for whether, scale in zip(finite, scales)]
-    encoded = []
-    for whether, scale, (indices, held) in zip(
-        finite, scales, marks.collected(counts, [(call.residual,) for call in calls], wanted)
-    ):
-        body = cpu.encode_sparse(indices, np.copysign(scale, held), kind="sign", scales=[scale])
-        encoded.append(body._replace(finite=whether, undo=(indices, float(scale))))
-    return encoded
+    indices, held = zip(*marks.collected(counts, [(call.residual,) for call in calls], wanted))
+    encoded = cpu.encode_sparse(
+        list(indices),
+        list(map(np.copysign, scales, held)),
+        kind="sign",
+        scales=[[scale] for scale in scales],
+    )
+    return [
+        each._replace(finite=whether, undo=(its, float(scale)))
+        for each, whether, its, scale in zip(encoded, finite, indices, scales)
+    ]

@@ -31,6 +31,23 @@ def stream_of(device: torch.device) -> Optional[int]:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
+def wait_for(streams: Iterable[Optional[int]], device: torch.device) -> None:
+    """Makes the current stream of a device wait for what others have under way.
+
+    Args:
+        streams: their numbers, as `DeviceArray.stream` returns them.
+        device: theirs.
+    """
+    for stream in {*streams} - {None, stream_of(device)}:
+        # ExternalStream(0) is a new stream; 0 is the number of the default one.
+        other = (
+            torch.cuda.ExternalStream(stream, device)
+            if stream
+            else torch.cuda.default_stream(device)
+        )
+        torch.cuda.current_stream(device).wait_stream(other)
+
+
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     """A contiguous torch tensor in one dimension, by NumPy's interface. What is computed of it and
     of arrays on the CPU is on the device, unless it goes into an array on the CPU. np.asarray
@@ -43,6 +60,11 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     def kernels(self) -> ModuleType:
         """The kernels that work on it."""
         return importlib.import_module(__package__)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.tensor.device
 
     @property
     def dtype(self) -> np.dtype:
@@ -76,12 +98,12 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.tensor.fill_(value)
 
     def any(self) -> bool:
-        """Whether an element is not zero; waits for the device."""
+        """Returns whether an element is not zero; waits for the device."""
         return bool(self.tensor.any())
 
     def stream(self) -> Any:
         """On a GPU the number of the stream that is current; None elsewhere."""
-        return stream_of(self.tensor.device)
+        return stream_of(self.device)
 
     def beside(self, array: Array) -> "DeviceArray":
         """An array's copy where this one is, or the array itself where it is there already."""
@@ -103,7 +125,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
     def _index_of(self, indices: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(indices.astype(np.int64)).to(self.tensor.device)
+        return torch.from_numpy(indices.astype(np.int64)).to(self.device)
 
     def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
         array = self.tensor.detach().to("cpu", copy=True).numpy()
@@ -152,7 +174,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _tensor_of(self, value: Any) -> Any:
         """A number as Python's, an array as a tensor on this device."""
         if isinstance(value, DeviceArray):
-            return value.tensor.to(self.tensor.device)
+            return value.tensor.to(self.device)
         if isinstance(value, np.ndarray) and value.ndim:
-            return torch.from_numpy(value).to(self.tensor.device)
+            return torch.from_numpy(value).to(self.device)
         return value.item() if isinstance(value, (np.generic, np.ndarray)) else value

@@ -1,6 +1,6 @@
 """Whole tensors in narrower numbers: 16-bit floats."""
 
-from typing import Any, List, Union
+from typing import Any, List
 
 import numpy as np
 import torch
@@ -9,10 +9,10 @@ from ..encoded import HEADROOM, Encoded
 from . import launches
 from .dense import are_finite
 from .programs import codes as programs
-from .shared import Kernel, same_length, starts_of
+from .shared import kernel, same_length, starts_of
 
 
-@Kernel
+@kernel
 def decode_float16(calls: List[Any]) -> List[float]:
     """As `kernels.reference.decode_float16`; half is float16 or its bits. ValueError where lengths
     differ."""
@@ -24,12 +24,12 @@ def decode_float16(calls: List[Any]) -> List[float]:
     return list(map(launches.largest_of, bits.tolist()))
 
 
-@Kernel
+@kernel
 def encode_bf16(calls: List[Any]) -> List[Encoded]:
     """As `kernels.reference.encode_bf16`. The body comes to the CPU, into `spare` where that is
     given."""
     starts = starts_of([call.grad.size for call in calls])
-    codes = torch.empty(starts[-1], dtype=torch.int16, device=calls[0].grad.tensor.device)
+    codes = torch.empty(starts[-1], dtype=torch.int16, device=calls[0].grad.device)
     rows = [(call.grad.size, call.grad.tensor, start) for call, start in zip(calls, starts)]
     largest = launches.largest(programs.to_bfloat16, rows, codes)
     encoded = []
@@ -47,22 +47,19 @@ def encode_bf16(calls: List[Any]) -> List[Encoded]:
     return encoded
 
 
-@Kernel
-def decode_add_bf16(calls: List[Any]) -> List[Union[bool, ValueError]]:
-    """As `kernels.reference.decode_add_bf16`. ValueError for a body of another length."""
-    sizes = [call.out.size if len(call.body) == 2 * call.out.size else 0 for call in calls]
+@kernel
+def decode_add_bf16(calls: List[Any]) -> List[bool]:
+    """As `kernels.reference.decode_add_bf16`. ValueError, and nothing added, for a body of another
+    length."""
+    sizes = [call.out.size for call in calls]
+    for call, size in zip(calls, sizes):
+        if len(call.body) != 2 * size:
+            raise ValueError(f"{len(call.body)} bytes, not {2 * size}")
     codes = launches.copied(
-        [np.frombuffer(call.body[: 2 * size], np.int16) for call, size in zip(calls, sizes)],
-        calls[0].out.tensor.device,
+        [np.frombuffer(call.body, np.int16) for call in calls], calls[0].out.device
     )
     rows = [
         (size, call.out.tensor, float(call.scale), start)
         for size, call, start in zip(sizes, calls, starts_of(sizes))
     ]
-    largest = launches.largest(programs.add_bfloat16, rows, codes)
-    return [
-        finite
-        if size == call.out.size
-        else ValueError(f"{len(call.body)} bytes, not {2 * call.out.size}")
-        for size, call, finite in zip(sizes, calls, are_finite(largest))
-    ]
+    return are_finite(launches.largest(programs.add_bfloat16, rows, codes))

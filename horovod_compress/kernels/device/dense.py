@@ -7,10 +7,10 @@ import torch
 from . import launches
 from .array import DeviceArray
 from .programs import dense as programs
-from .shared import Kernel, in_groups, same_length
+from .shared import in_groups, kernel, same_length
 
 
-@Kernel
+@kernel
 def max_abs(calls: List[Any]) -> List[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
     the CPU a pass, are not filled."""
@@ -18,12 +18,14 @@ def max_abs(calls: List[Any]) -> List[float]:
     return list(map(launches.largest_of, bits.tolist()))
 
 
-def squared_norm(x: DeviceArray) -> float:
+@kernel
+def squared_norm(calls: List[Any]) -> List[float]:
     """Σ x², in float64, to rounding what the CPU's kernels find."""
-    return float(torch.linalg.vector_norm(x.tensor, dtype=torch.float64)) ** 2
+    norms = [torch.linalg.vector_norm(call.x.tensor, dtype=torch.float64) for call in calls]
+    return [norm**2 for norm in torch.stack(norms).tolist()]
 
 
-@Kernel
+@kernel
 def apply_momentum(calls: List[Any]) -> List[bool]:
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite
     everywhere, nothing is written. Returns whether out, before and after, and new_u are finite.
@@ -50,5 +52,5 @@ def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
 
 
 def are_finite(largest: torch.Tensor) -> List[bool]:
-    """Whether largest magnitudes, as bits, are of finite numbers; waits for the device."""
+    """Returns whether largest magnitudes, as bits, are of finite numbers; waits for the device."""
     return [bits < launches.INFINITY for bits in largest.tolist()]

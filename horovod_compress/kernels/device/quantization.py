@@ -12,7 +12,7 @@ from ..reference.random import one_of
 from . import launches
 from .array import DeviceArray
 from .programs import quantization as programs
-from .shared import Kernel, starts_of
+from .shared import kernel, starts_of
 
 
 class _Words:
@@ -24,7 +24,7 @@ class _Words:
     ) -> None:
         shapes = [shape_of(array.size, width, spare) for array in arrays]
         self.fields, _, self.dtype = shapes[0]
-        self.device, self.width = arrays[0].tensor.device, width
+        self.device, self.width = arrays[0].device, width
         self.counts = [count for _, count, _ in shapes]
         self.starts = starts_of([rows * count for count in self.counts])
 
@@ -81,7 +81,7 @@ def _packed_alike(call: Any) -> Tuple[int, int, Tuple[float, ...]]:
     return call.width, call.size, tuple(call.steps)
 
 
-@functools.partial(Kernel, key=_packed_alike)
+@functools.partial(kernel, key=_packed_alike)
 def quantize(calls: List[Any]) -> List[np.ndarray]:
     """As `kernels.reference.quantize`; levels and words are on the CPU, these in `spare` where
     that is given and as long."""
@@ -126,7 +126,7 @@ def quantize(calls: List[Any]) -> List[np.ndarray]:
     return words.here(found, [call.spare for call in calls])
 
 
-@functools.partial(Kernel, key=_packed_alike)
+@functools.partial(kernel, key=_packed_alike)
 def dequantize(calls: List[Any]) -> List[None]:
     """As `kernels.reference.dequantize`; words and levels are on the CPU. ValueError for words of
     another number of elements."""
@@ -152,7 +152,7 @@ def dequantize(calls: List[Any]) -> List[None]:
     return [None] * len(calls)
 
 
-@functools.partial(Kernel, key=lambda call: (call.size, tuple(call.steps)))
+@functools.partial(kernel, key=lambda call: (call.size, tuple(call.steps)))
 def encode_scales(calls: List[Any]) -> List[np.ndarray]:
     """As `kernels.reference.encode_scales`; the words are on the CPU, in `spare` where that is
     given and as long. `peaks` are not used."""
@@ -186,7 +186,7 @@ def _scales_of(
 ) -> Tuple[torch.Tensor, Sequence[int]]:
     """(each element's scale, where those of each tensor begin); with a single scale nothing that is
     used."""
-    scales, size, device = len(calls[0].steps), calls[0].size, arrays[0].tensor.device
+    scales, size, device = len(calls[0].steps), calls[0].size, arrays[0].device
     if scales == 1:
         return torch.empty(0, dtype=torch.int8, device=device), [0] * len(calls)
     words = _Words(arrays, size.bit_length(), 1, scales - 1)

@@ -28,7 +28,7 @@ from ..encoded import Encoded
 from . import launches
 from .array import DeviceArray
 from .programs import selection as programs
-from .shared import Kernel, in_groups, same_length, starts_of, within_limits
+from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
 # Standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does.
 _MARGIN = 2
@@ -57,7 +57,7 @@ class _Update(NamedTuple):
 
     @property
     def states(self) -> List[DeviceArray]:
-        """What entries are taken out of."""
+        """The arrays that entries are taken out of."""
         return [self.v] if self.u is None or not self.masked else [self.v, self.u]
 
     @property
@@ -74,7 +74,7 @@ class _Update(NamedTuple):
 
     @property
     def sampled(self) -> bool:
-        """Whether candidates are found by a floor."""
+        """True if candidates are found by a floor."""
         return self.k > 0 and not self.chunk and self.v.size > 0
 
     @property
@@ -101,8 +101,8 @@ class _Update(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """What was chosen of a tensor, on the CPU: ascending indices, uint32; rows of what the states
-    hold there; whether every new v was finite."""
+    """The entries chosen of a tensor, on the CPU: ascending indices, uint32; rows of what the
+    states hold there; whether every new v was finite."""
 
     indices: np.ndarray
     rows: np.ndarray
@@ -119,14 +119,14 @@ class _Sample(NamedTuple):
     rank: int
 
 
-@functools.partial(Kernel, arguments=_Update)
+@functools.partial(kernel, arguments=_Update)
 def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
     """As the native kernel, with its choice; the indices are on the CPU. ValueError for arrays of
     different lengths, and for more than 2^31 - 1 elements."""
     return [(entries.indices, entries.finite) for entries in _chosen(calls)]
 
 
-@functools.partial(Kernel, arguments=_Update)
+@functools.partial(kernel, arguments=_Update)
 def encode_topk(calls: List[_Update]) -> List[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
     CPU."""
@@ -134,26 +134,29 @@ def encode_topk(calls: List[_Update]) -> List[Encoded]:
         entries if entries.finite else _Entries(entries.indices[:0], entries.rows[:, :0], False)
         for entries in _chosen(calls)
     ]
+    indices, rows, values, scales = map(list, zip(*_take(calls, chosen)))
+    encoded = cpu.encode_sparse(indices, values, kind=[call.kind for call in calls], scales=scales)
     return [
-        cpu.encode_sparse(indices, values, kind=call.kind, scales=scales)._replace(
-            finite=entries.finite, undo=(indices, rows)
-        )
-        for call, entries, (indices, rows, values, scales) in zip(
-            calls, chosen, _take(calls, chosen)
-        )
+        each._replace(finite=entries.finite, undo=undo)
+        for each, entries, undo in zip(encoded, chosen, zip(indices, rows))
     ]
 
 
+@kernel
 def take_entries(
-    indices: np.ndarray, v: DeviceArray, u: Optional[DeviceArray], *, kind: str, masked: int
-) -> Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]:
+    calls: List[Any],
+) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
     """As `kernels.reference.take_entries`; indices, rows and values are on the CPU."""
-    call = _Update(v, u, v, kind=kind, masked=masked)
-    (taken,) = _take(
-        [call],
-        [_Entries(indices, np.stack([np.asarray(state[indices]) for state in call.states]), True)],
-    )
-    return taken
+    updates = [
+        _Update(call.v, call.u, call.v, kind=call.kind, masked=call.masked) for call in calls
+    ]
+    chosen = [
+        _Entries(
+            call.indices, np.stack([np.asarray(its[call.indices]) for its in update.states]), True
+        )
+        for call, update in zip(calls, updates)
+    ]
+    return _take(updates, chosen)
 
 
 def put(
@@ -165,7 +168,7 @@ def put(
     do not repeat; numbers: a row for each array."""
 
     def written(which: Sequence[int]) -> List[None]:
-        device, arrays = tensors[which[0]][0].tensor.device, len(tensors[which[0]])
+        device, arrays = tensors[which[0]][0].device, len(tensors[which[0]])
         at = launches.copied([indices[i] for i in which], device)
         rows = [launches.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
         starts = starts_of([len(indices[i]) for i in which])
@@ -184,12 +187,16 @@ def _take(
 ) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
     """The CPU codes the entries, as if they were the whole tensor; v then keeps the error there,
     and u becomes 0 where it is masked."""
+    errors = [entries.rows[0].copy() for entries in chosen]
+    coded = cpu.take_entries(
+        [np.arange(len(error), dtype=np.uint32) for error in errors],
+        errors,
+        None,
+        kind=[call.kind for call in calls],
+        masked=0,
+    )
     taken, left = [], []
-    for call, entries in zip(calls, chosen):
-        error = entries.rows[0].copy()
-        places, _, values, scales = cpu.take_entries(
-            np.arange(len(error), dtype=np.uint32), error, None, kind=call.kind, masked=0
-        )
+    for call, entries, error, (places, _, values, scales) in zip(calls, chosen, errors, coded):
         rows = entries.rows[:, places]
         indices = entries.indices[places]
         taken.append((indices, rows, values, scales))
@@ -211,7 +218,7 @@ def _chosen(calls: List[_Update]) -> List[_Entries]:
 
 
 def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
-    device, (kind, based), sampled = calls[0].v.tensor.device, calls[0].program, calls[0].sampled
+    device, (kind, based), sampled = calls[0].v.device, calls[0].program, calls[0].sampled
     floors = (
         _sampled_floors(calls)
         if sampled
@@ -271,7 +278,7 @@ def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
     """Of each tensor a magnitude, as bits, that somewhat more than k will reach, or where that is
     unknown 1."""
     device, (kind, based), samples = (
-        calls[0].v.tensor.device,
+        calls[0].v.device,
         calls[0].program,
         [_sample_of(call) for call in calls],
     )

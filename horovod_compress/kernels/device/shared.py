@@ -1,53 +1,44 @@
-"""Kernels that tensors call together: what makes the calls of many tensors, and is called for one
-alone by the name of the CPU's kernel."""
+"""How kernels on a device get the arguments of many tensors."""
 
 import collections
 import functools
 import inspect
 import itertools
-from typing import Any, Callable, Dict, Generic, Hashable, List, Optional, Sequence, TypeVar, Union
-
-import torch
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence
 
 from .. import reference
-from ..calls import DeviceCall
-from .array import DeviceArray, stream_of
-
-Result = TypeVar("Result")
+from ..lists import by_tensor
+from .array import DeviceArray
 
 
-class Kernel(Generic[Result]):
-    """A kernel, called with one tensor's arguments: a decorator of the function that makes the
-    calls of many tensors.
+def kernel(
+    launched: Callable[[List[Any]], Sequence[Any]],
+    arguments: Optional[Callable[..., Any]] = None,
+    key: Callable[[Any], Hashable] = lambda call: None,
+) -> Callable[..., List[Any]]:
+    """Makes a kernel of a function that works on many tensors at once.
 
     Args:
-        together: makes a list of calls, whose attributes are their arguments; what it returns for
-            one may be a ValueError. It has the name of one of the reference's kernels.
+        launched: takes a list of calls, whose attributes are the arguments for one tensor, and
+            returns a list of results. It has the name of one of the reference's kernels.
         arguments: makes a call of its arguments; default: a named tuple of those of the reference's
             kernel.
-        key: key(call) is alike for calls that `together` makes at once; default: it makes all.
+        key: key(call) is alike for calls that `launched` takes at once; default: it takes all.
+
+    Returns:
+        A function of lists, as the reference's kernel is.
     """
+    call_of = arguments or _arguments_of(launched.__name__)
 
-    def __init__(
-        self,
-        together: Callable[[List[Any]], Sequence[Union[Result, ValueError]]],
-        arguments: Optional[Callable[..., Any]] = None,
-        key: Optional[Callable[[Any], Hashable]] = None,
-    ) -> None:
-        self.together: Callable[..., Sequence[Union[Result, ValueError]]] = (
-            functools.partial(in_groups, key=key, together=together) if key else together
-        )
-        self.__doc__ = together.__doc__
-        self.arguments = arguments or arguments_of(together.__name__)
+    @functools.wraps(launched)
+    def call(*arrays: Any, **options: Any) -> List[Any]:
+        calls = [call_of(*its, **own) for its, own in by_tensor(arrays, options)]
+        return in_groups(calls, key, launched)
 
-    def __call__(self, *arrays: Any, **options: Any) -> Result:
-        (result,) = self.together([self.arguments(*arrays, **options)])
-        if isinstance(result, ValueError):
-            raise result
-        return result
+    return call
 
 
-def arguments_of(name: str) -> Callable[..., Any]:
+def _arguments_of(name: str) -> Callable[..., Any]:
     """A class of named tuples of the arguments of the reference's kernel of that name."""
     parameters = list(inspect.signature(getattr(reference, name)).parameters.values())
     optional = itertools.dropwhile(lambda each: each.default is each.empty, parameters)
@@ -56,40 +47,18 @@ def arguments_of(name: str) -> Callable[..., Any]:
     return collections.namedtuple(name, [each.name for each in parameters], defaults=defaults)
 
 
-def together(calls: Sequence[DeviceCall]) -> List[Any]:
-    """Makes calls on the streams that are current; they wait there until their arrays can be used.
-    What is returned for a call may be an exception."""
-
-    def made(alike: List[DeviceCall]) -> Sequence[Any]:
-        where = alike[0].where
-        one, device = getattr(where.kernels, alike[0].name), where.tensor.device
-        for stream in {call.stream for call in alike} - {None, stream_of(device)}:
-            # ExternalStream(0) is a new stream; 0 is the number of the default one.
-            other = (
-                torch.cuda.ExternalStream(stream, device)
-                if stream
-                else torch.cuda.default_stream(device)
-            )
-            torch.cuda.current_stream(device).wait_stream(other)
-        if isinstance(one, Kernel):
-            return one.together([one.arguments(*call.arrays, **call.options) for call in alike])
-        return [one(*call.arrays, **call.options) for call in alike]
-
-    return in_groups(calls, lambda call: (call.name, call.where.tensor.device), made)
-
-
 def in_groups(
     calls: Sequence[Any],
     key: Callable[[Any], Hashable],
-    together: Callable[[List[Any]], Sequence[Any]],
+    launched: Callable[[List[Any]], Sequence[Any]],
 ) -> List[Any]:
-    """What `together` returns for calls with the same key, in the order of the calls."""
+    """The results of `launched` for calls with the same key, in the order of the calls."""
     groups: Dict[Hashable, List[int]] = collections.defaultdict(list)
     for number, call in enumerate(calls):
         groups[key(call)].append(number)
     results: List[Any] = [None] * len(calls)
     for numbers in groups.values():
-        for number, result in zip(numbers, together([calls[number] for number in numbers])):
+        for number, result in zip(numbers, launched([calls[number] for number in numbers])):
             results[number] = result
     return results
 

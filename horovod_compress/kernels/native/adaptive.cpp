@@ -26,8 +26,8 @@
 #include <emmintrin.h>
 #endif
 
-#include "arrays.hpp"
 #include "bits.hpp"
+#include "lists.hpp"
 
 namespace hc::adaptive {
 namespace {
@@ -444,15 +444,13 @@ py::object encode_adacomp(Floats& grad, Floats& residual, const Indices& sent, f
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("encode_strom", &encode_strom, arg("grad").noconvert(), arg("residual").noconvert(),
-          py::kw_only(), arg("tau"));
-    m.def("encode_variance", &encode_variance, arg("grad").noconvert(),
-          arg("squares").noconvert().none(true), arg("r").noconvert(), arg("v").noconvert(),
-          arg("spare") = py::none(), py::kw_only(), arg("alpha"), arg("zeta"), arg("tau"),
+    m.def("encode_strom", for_lists(&encode_strom), arg("grad"), arg("residual"), py::kw_only(),
+          arg("tau"));
+    m.def("encode_variance", for_lists(&encode_variance), arg("grad"), arg("squares"), arg("r"),
+          arg("v"), arg("spare") = py::none(), py::kw_only(), arg("alpha"), arg("zeta"), arg("tau"),
           arg("error_feedback"));
-    m.def("encode_adacomp", &encode_adacomp, arg("grad").noconvert(), arg("residual").noconvert(),
-          arg("sent").noconvert(), py::kw_only(), arg("sent_scale"), arg("bin_length"),
-          arg("scale_factor"));
+    m.def("encode_adacomp", for_lists(&encode_adacomp), arg("grad"), arg("residual"), arg("sent"),
+          py::kw_only(), arg("sent_scale"), arg("bin_length"), arg("scale_factor"));
 }
 
 }  // namespace hc::adaptive

@@ -4,7 +4,7 @@
 // What each function computes is stated in reference/, which has the same functions in NumPy, file
 // by file. A function takes arrays without converting or copying them, checks lengths, releases
 // Python's lock and calls the variant of its pass for this CPU. Passes know pointers only. Buffers
-// of bodies begin on a cache line and are those of an earlier step where they fit.
+// of bodies are those of an earlier step where they fit.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -54,9 +54,11 @@ inline bool add_entries(float* to, const std::uint32_t* at, const float* value, 
     return peak < kInfinity;
 }
 
-// Memory that begins on a cache line: what TensorFlow takes over as it is, and else copies.
+// Memory that begins on a cache line, where it is not small: TensorFlow takes that over as it is,
+// and else copies.
 template <class T>
 Array<T> aligned(std::size_t n) {
+    if (n * sizeof(T) < tuning::kAlignedBytes) return Array<T>(static_cast<py::ssize_t>(n));
     Bytes memory(static_cast<py::ssize_t>(n * sizeof(T) + 64));
     std::uint8_t* first = memory.mutable_data();
     first += -reinterpret_cast<std::uintptr_t>(first) % 64;
@@ -92,10 +94,13 @@ inline py::object encoded(const Bytes& buffer, std::size_t elements, bool finite
             py::object(py::module_::import("horovod_compress.kernels.encoded").attr("Encoded"))
                 .release()
                 .ptr();
-    const py::tuple fields = py::make_tuple(py::make_tuple(buffer, elements, finite, undo));
-    PyObject* tuple =
-        PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(encoded_class), fields.ptr(), nullptr);
-    if (!tuple) throw py::error_already_set();
+    auto* type = reinterpret_cast<PyTypeObject*>(encoded_class);
+    PyObject *tuple = type->tp_alloc(type, 4), *count = PyLong_FromSize_t(elements);
+    if (!tuple || !count) throw py::error_already_set();
+    PyTuple_SET_ITEM(tuple, 0, py::object(buffer).release().ptr());
+    PyTuple_SET_ITEM(tuple, 1, count);
+    PyTuple_SET_ITEM(tuple, 2, py::bool_(finite).release().ptr());
+    PyTuple_SET_ITEM(tuple, 3, py::object(undo).release().ptr());
     return py::reinterpret_steal<py::object>(tuple);
 }
 

@@ -14,9 +14,9 @@
 #include <cfloat>
 #include <cmath>
 
-#include "arrays.hpp"
 #include "columns.hpp"
 #include "elias.hpp"
+#include "lists.hpp"
 
 namespace hc::buckets {
 namespace {
@@ -305,10 +305,10 @@ bool decode_add_buckets(Floats& out, const Bytes& body, int steps, std::size_t b
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("encode_buckets", &encode_buckets, arg("grad").noconvert(), arg("spare") = py::none(),
+    m.def("encode_buckets", for_lists(&encode_buckets), arg("grad"), arg("spare") = py::none(),
           py::kw_only(), arg("steps"), arg("bucket"), arg("l2"), arg("limit"), arg("key"));
-    m.def("decode_add_buckets", &decode_add_buckets, arg("out").noconvert(),
-          arg("body").noconvert(), py::kw_only(), arg("steps"), arg("bucket"), arg("scale"));
+    m.def("decode_add_buckets", for_lists(&decode_add_buckets), arg("out"), arg("body"),
+          py::kw_only(), arg("steps"), arg("bucket"), arg("scale"));
 }
 
 }  // namespace hc::buckets

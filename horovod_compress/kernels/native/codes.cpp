@@ -13,9 +13,9 @@
 // Decoding reads codes and adds to the output in one pass each.
 #include <cmath>
 
-#include "arrays.hpp"
 #include "columns.hpp"
 #include "fields.hpp"
+#include "lists.hpp"
 
 namespace hc::codes {
 namespace {
@@ -327,19 +327,19 @@ bool decode_add_natural(Floats& out, const Bytes& body, float scale) {
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("encode_float16", &encode_float16, arg("x").noconvert(), arg("half").noconvert());
-    m.def("decode_float16", &decode_float16, arg("half").noconvert(), arg("out").noconvert());
-    m.def("encode_bf16", &encode_bf16, arg("grad").noconvert(), arg("spare") = py::none());
-    m.def("decode_add_bf16", &decode_add_bf16, arg("out").noconvert(), arg("body").noconvert(),
-          py::kw_only(), arg("scale"));
-    m.def("encode_one_bit", &encode_one_bit, arg("grad").noconvert(), arg("residual").noconvert(),
+    m.def("encode_float16", for_lists(&encode_float16), arg("x"), arg("half"));
+    m.def("decode_float16", for_lists(&decode_float16), arg("half"), arg("out"));
+    m.def("encode_bf16", for_lists(&encode_bf16), arg("grad"), arg("spare") = py::none());
+    m.def("decode_add_bf16", for_lists(&decode_add_bf16), arg("out"), arg("body"), py::kw_only(),
+          arg("scale"));
+    m.def("encode_one_bit", for_lists(&encode_one_bit), arg("grad"), arg("residual"),
           arg("spare") = py::none(), py::kw_only(), arg("growth"), arg("symmetric"));
-    m.def("decode_add_one_bit", &decode_add_one_bit, arg("out").noconvert(),
-          arg("body").noconvert(), py::kw_only(), arg("scale"));
-    m.def("encode_natural", &encode_natural, arg("grad").noconvert(), arg("spare") = py::none(),
+    m.def("decode_add_one_bit", for_lists(&decode_add_one_bit), arg("out"), arg("body"),
+          py::kw_only(), arg("scale"));
+    m.def("encode_natural", for_lists(&encode_natural), arg("grad"), arg("spare") = py::none(),
           py::kw_only(), arg("key"));
-    m.def("decode_add_natural", &decode_add_natural, arg("out").noconvert(),
-          arg("body").noconvert(), py::kw_only(), arg("scale"));
+    m.def("decode_add_natural", for_lists(&decode_add_natural), arg("out"), arg("body"),
+          py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::codes

@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "arrays.hpp"
+#include "lists.hpp"
 #include "select.hpp"
 
 namespace hc::dct {
@@ -228,11 +228,9 @@ HC_INLINE bool decode_add_pass(const Grid& grid, const float* rows, sparse::Entr
 }
 
 py::object encode_dct(Floats& grad, Floats& residual, const Floats& rows, const Floats& columns,
-                      std::size_t width, std::size_t k, float decay, float scale,
-                      const std::string& kind) {
+                      std::size_t width, std::size_t k, float decay, float scale, Values kind) {
     const Grid grid(length(grad, "grad"), width, rows, columns);
     same_length(grid.n, length(residual, "residual"), "grad and residual");
-    const Values values = values_of(kind);
     float *g = grad.mutable_data(), *r = residual.mutable_data(), scales[kMostScales] = {};
     const float *of_rows = rows.data(), *of_columns = columns.data();
     Scratch& s = scratch;
@@ -242,9 +240,9 @@ py::object encode_dct(Floats& grad, Floats& residual, const Floats& rows, const 
         py::gil_scoped_release release;
         s.prepare(grid, of_columns);
         sent =
-            dispatch<encode_pass>(grid, of_rows, g, r, decay, scale, k, values, scales, &finite, s);
+            dispatch<encode_pass>(grid, of_rows, g, r, decay, scale, k, kind, scales, &finite, s);
     }
-    return encoded(sparse::body_of(s.indices.data(), s.coded.data(), sent, values, scales), sent,
+    return encoded(sparse::body_of(s.indices.data(), s.coded.data(), sent, kind, scales), sent,
                    finite);
 }
 
@@ -265,12 +263,11 @@ bool decode_add_dct(Floats& out, const Bytes& body, const Floats& rows, const Fl
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("encode_dct", &encode_dct, arg("grad").noconvert(), arg("residual").noconvert(),
-          arg("rows").noconvert(), arg("columns").noconvert(), py::kw_only(), arg("width"),
-          arg("k"), arg("decay"), arg("scale") = 1.0f, arg("kind"));
-    m.def("decode_add_dct", &decode_add_dct, arg("out").noconvert(), arg("body").noconvert(),
-          arg("rows").noconvert(), arg("columns").noconvert(), py::kw_only(), arg("width"),
-          arg("scale"));
+    m.def("encode_dct", for_lists(&encode_dct), arg("grad"), arg("residual"), arg("rows"),
+          arg("columns"), py::kw_only(), arg("width"), arg("k"), arg("decay"), arg("scale") = 1.0f,
+          arg("kind"));
+    m.def("decode_add_dct", for_lists(&decode_add_dct), arg("out"), arg("body"), arg("rows"),
+          arg("columns"), py::kw_only(), arg("width"), arg("scale"));
 }
 
 }  // namespace hc::dct

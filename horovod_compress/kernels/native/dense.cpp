@@ -13,7 +13,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "arrays.hpp"
+#include "lists.hpp"
 
 namespace hc::dense {
 namespace {
@@ -226,16 +226,16 @@ std::uint64_t flush_denormals(std::uint64_t mode) {
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("max_abs", &max_abs, arg("x").noconvert(), arg("peaks").noconvert() = py::none());
-    m.def("max_abs_and_deviation", &max_abs_and_deviation, arg("x").noconvert());
-    m.def("squared_norm", &squared_norm, arg("x").noconvert());
-    m.def("apply_momentum", &apply_momentum, arg("out").noconvert(), arg("u").noconvert(),
-          arg("new_u").noconvert(), py::kw_only(), arg("momentum"), arg("nesterov"));
-    m.def("move", &move, arg("x").noconvert(), arg("out").noconvert(), py::kw_only(), arg("scale"));
-    m.def("add_up", &add_up, arg("out").noconvert(), arg("parts").noconvert());
+    m.def("max_abs", for_lists(&max_abs), arg("x"), arg("peaks") = py::none());
+    m.def("max_abs_and_deviation", for_lists(&max_abs_and_deviation), arg("x"));
+    m.def("squared_norm", for_lists(&squared_norm), arg("x"));
+    m.def("apply_momentum", for_lists(&apply_momentum), arg("out"), arg("u"), arg("new_u"),
+          py::kw_only(), arg("momentum"), arg("nesterov"));
+    m.def("move", for_lists(&move), arg("x"), arg("out"), py::kw_only(), arg("scale"));
+    m.def("add_up", for_lists(&add_up), arg("out"), arg("parts"));
     m.def("flush_denormals", &flush_denormals, py::kw_only(), arg("mode"));
-    m.def("scatter_add", &scatter_add, arg("out").noconvert(), arg("indices").noconvert(),
-          arg("values").noconvert(), py::kw_only(), arg("scale"));
+    m.def("scatter_add", for_lists(&scatter_add), arg("out"), arg("indices"), arg("values"),
+          py::kw_only(), arg("scale"));
 }
 
 }  // namespace hc::dense

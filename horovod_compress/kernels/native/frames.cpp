@@ -1,10 +1,10 @@
-// Frames of payloads: made, opened, and put in another order.
+// Frames of the payloads of a group of tensors: made and opened.
 //
 // The checksum is of 16 streams of 32-bit words. One pass over the bytes, 64 at a time, one word
 // for each stream; a step of a stream is one addition, one rotation and two multiplications. The
 // rest is padded with zeros to one more such line. In the end the streams and the length are mixed
 // into 32 bits.
-#include "arrays.hpp"
+#include "lists.hpp"
 
 namespace hc::frames {
 namespace {
@@ -49,42 +49,75 @@ struct Header {
 };
 static_assert(sizeof(Header) == kHeadroom);
 constexpr char kMagic[2] = {'h', 'C'};
-constexpr int kVersion = 3;
+constexpr int kVersion = 4;
 // The checksum covers the frame from this byte on; the fields before are compared as they are.
 constexpr std::size_t kChecked = 8;
 constexpr std::uint32_t kNotFinite = 1;
+
+// Of each of several tensors, before their bodies: its body's bytes times 2, and 1 if its gradient
+// was not finite.
+using Entry = std::uint32_t;
+std::size_t table_of(std::size_t tensors) { return tensors > 1 ? tensors * sizeof(Entry) : 0; }
 
 // A part of an array, in the same memory.
 Bytes part_of(const Bytes& data, std::size_t at, std::size_t size) {
     return Bytes(static_cast<py::ssize_t>(size), data.data() + at, data);
 }
 
-Bytes seal_frame(Bytes& buffer, std::size_t size, std::uint8_t number, std::uint32_t digest,
-                 std::uint32_t step, bool finite) {
-    const std::size_t room = length(buffer, "buffer");
-    const std::size_t needed = room - 1;
-    if (room <= kHeadroom || size < needed || needed - kHeadroom > 0xffffffffu ||
-        size - needed > 0x7fffffffu)
-        throw std::invalid_argument("a buffer is a header, a body and a byte, and fits its frame");
-    Bytes frame = part_of(buffer, 0, std::min(size, room));
-    if (size > room) {
-        frame = Bytes(static_cast<py::ssize_t>(size));
-        std::memcpy(frame.mutable_data(), buffer.data(), needed);
-        std::memset(frame.mutable_data() + needed, 0, size - needed);
+// What is before and behind a body in its buffer.
+constexpr std::size_t kAround = kHeadroom + 1;
+
+// Writes the bodies, and before them their table.
+void put_bodies(Many<Bytes>& buffers, Many<bool>& finite, std::uint8_t* out) {
+    const std::size_t tensors = buffers.size(), table = table_of(tensors);
+    std::uint8_t* body = out + table;
+    for (std::size_t i = 0; i < tensors; ++i) {
+        const std::size_t size = static_cast<std::size_t>(buffers[i].size()) - kAround;
+        const auto entry = static_cast<Entry>(size << 1 | (finite[i] ? 0 : kNotFinite));
+        if (table) std::memcpy(out + i * sizeof entry, &entry, sizeof entry);
+        std::memcpy(body, buffers[i].data() + kHeadroom, size);
+        body += size;
     }
-    const auto padding = static_cast<std::uint32_t>(size - needed) << 1;
+}
+
+Bytes seal_frame(Many<Bytes> buffers, std::size_t size, std::uint8_t number, std::uint32_t digest,
+                 std::uint32_t step, Many<bool> finite) {
+    const std::size_t tensors = buffers.size();
+    if (tensors == 0 || finite.size() != tensors)
+        throw std::invalid_argument("a frame has one tensor at least, and a flag for each");
+    std::size_t content = table_of(tensors);
+    std::uint32_t flags = 0;
+    for (std::size_t i = 0; i < tensors; ++i) {
+        const std::size_t room = length(buffers[i], "buffer");
+        if (room < kAround || (tensors > 1 && room - kAround > 0x7fffffffu))
+            throw std::invalid_argument("a buffer is a header, a body and a byte");
+        content += room - kAround;
+        if (!finite[i]) flags = kNotFinite;
+    }
+    const std::size_t needed = kHeadroom + content;
+    if (size < needed || content > 0xffffffffu || size - needed > 0x7fffffffu)
+        throw std::invalid_argument("bodies must fit their frame");
+    const bool in_buffer = tensors == 1 && size <= needed + 1;
+    Bytes frame = in_buffer ? part_of(buffers[0], 0, size) : aligned<std::uint8_t>(size);
     Header header{{kMagic[0], kMagic[1]},
                   kVersion,
                   number,
                   0,
                   digest,
                   step,
-                  static_cast<std::uint32_t>(needed - kHeadroom),
-                  padding | (finite ? 0 : kNotFinite)};
+                  static_cast<std::uint32_t>(content),
+                  static_cast<std::uint32_t>(size - needed) << 1 | flags};
     std::uint8_t* bytes = frame.mutable_data();
-    std::memcpy(bytes, &header, kHeadroom);
-    header.checksum = checksum_without_lock(bytes + kChecked, size - kChecked);
-    std::memcpy(bytes, &header, kHeadroom);
+    {
+        py::gil_scoped_release release;
+        if (!in_buffer) {
+            put_bodies(buffers, finite, bytes + kHeadroom);
+            std::memset(bytes + needed, 0, size - needed);
+        }
+        std::memcpy(bytes, &header, kHeadroom);
+        header.checksum = dispatch<checksum_of>(bytes + kChecked, size - kChecked);
+        std::memcpy(bytes, &header, kHeadroom);
+    }
     return frame;
 }
 
@@ -103,14 +136,39 @@ std::size_t end_of(const std::uint8_t* bytes, std::size_t size, std::size_t at, 
     return at + kHeadroom + static_cast<std::size_t>(length);
 }
 
-py::tuple open_frames(const Bytes& data, std::size_t frames, std::uint8_t number,
-                      std::uint32_t digest, std::uint32_t step) {
+// The bodies in the content of a frame, which begins at a place. Marks the tensors whose gradient
+// was not finite.
+py::list bodies_of(const Bytes& data, std::size_t at, const Header& header,
+                   std::vector<bool>& finite) {
+    const std::size_t tensors = finite.size(), table = table_of(tensors);
+    // A frame of one tensor says the same in its header.
+    std::vector<Entry> entries(tensors, header.flags & kNotFinite);
+    std::uint64_t size = table ? table : header.length;
+    if (header.length < table) throw std::invalid_argument("shorter than the table of its tensors");
+    std::memcpy(entries.data(), data.data() + at, table);
+    for (const Entry entry : entries) size += entry >> 1;
+    if (size != header.length)
+        throw std::invalid_argument("not of the length that the table of its tensors says");
+    py::list bodies(tensors);
+    at += table;
+    for (std::size_t i = 0; i < tensors; ++i) {
+        const std::size_t bytes = table ? entries[i] >> 1 : header.length;
+        bodies[i] = part_of(data, at, bytes);
+        finite[i] = finite[i] && !(entries[i] & kNotFinite);
+        at += bytes;
+    }
+    return bodies;
+}
+
+py::tuple open_frames(const Bytes& data, std::size_t frames, std::size_t tensors,
+                      std::uint8_t number, std::uint32_t digest, std::uint32_t step) {
     const std::size_t size = length(data, "data");
     const std::uint8_t* bytes = data.data();
+    if (tensors == 0) throw std::invalid_argument("a frame has one tensor at least");
     py::list bodies;
+    std::vector<bool> finite(tensors, true);
     Header header;
     std::size_t at = 0;
-    bool finite = true;
     try {
         while (bodies.size() < frames && at < size) {
             const std::size_t end = end_of(bytes, size, at, header);
@@ -127,8 +185,7 @@ py::tuple open_frames(const Bytes& data, std::size_t frames, std::uint8_t number
                 throw std::invalid_argument("of step " + std::to_string(header.step) +
                                             ", this rank is at step " + std::to_string(step) +
                                             "; was a state loaded on some ranks only?");
-            bodies.append(part_of(data, at + kHeadroom, header.length));
-            finite = finite && !(header.flags & kNotFinite);
+            bodies.append(bodies_of(data, at + kHeadroom, header, finite));
             at = end;
         }
     } catch (const std::invalid_argument& error) {
@@ -147,42 +204,13 @@ py::tuple open_frames(const Bytes& data, std::size_t frames, std::uint8_t number
     return py::make_tuple(bodies, finite);
 }
 
-std::vector<Bytes> frames_by_tensor(const Bytes& data, std::size_t ranks, std::size_t tensors) {
-    const std::size_t size = length(data, "data");
-    std::vector<std::size_t> ends{0}, sizes(tensors);
-    Header header;
-    for (std::size_t i = 0; i < ranks * tensors; ++i) {
-        try {
-            ends.push_back(end_of(data.data(), size, ends.back(), header));
-        } catch (const std::invalid_argument& error) {
-            throw std::invalid_argument("payload of rank " + std::to_string(i / tensors) + ": " +
-                                        error.what());
-        }
-        sizes[i % tensors] += ends[i + 1] - ends[i];
-    }
-    if (ends.back() != size) throw std::invalid_argument("bytes follow the last frame");
-    std::vector<Bytes> joined;
-    for (std::size_t tensor = 0; tensor < tensors; ++tensor) {
-        Bytes frames(static_cast<py::ssize_t>(sizes[tensor]));
-        std::uint8_t* out = frames.mutable_data();
-        for (std::size_t i = tensor; i < ranks * tensors; i += tensors) {
-            std::memcpy(out, data.data() + ends[i], ends[i + 1] - ends[i]);
-            out += ends[i + 1] - ends[i];
-        }
-        joined.push_back(std::move(frames));
-    }
-    return joined;
-}
-
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("seal_frame", &seal_frame, arg("buffer").noconvert(), py::kw_only(), arg("size"),
-          arg("number"), arg("digest"), arg("step"), arg("finite"));
+    m.def("seal_frame", &seal_frame, arg("buffers"), py::kw_only(), arg("size"), arg("number"),
+          arg("digest"), arg("step"), arg("finite"));
     m.def("open_frames", &open_frames, arg("data").noconvert(), py::kw_only(), arg("frames"),
-          arg("number"), arg("digest"), arg("step"));
-    m.def("frames_by_tensor", &frames_by_tensor, arg("data").noconvert(), py::kw_only(),
-          arg("ranks"), arg("tensors"));
+          arg("tensors"), arg("number"), arg("digest"), arg("step"));
 }
 
 }  // namespace hc::frames

@@ -11,7 +11,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "arrays.hpp"
+#include "lists.hpp"
 
 namespace hc::lowrank {
 namespace {
@@ -281,16 +281,15 @@ void orthonormalize(Floats& p, std::size_t rank) {
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("project", &project, arg("grad").noconvert(), arg("residual").noconvert(),
-          arg("q").noconvert(), arg("p").noconvert(), arg("pending").noconvert().none(true),
+    m.def("project", for_lists(&project), arg("grad"), arg("residual"), arg("q"), arg("p"),
+          arg("pending"), py::kw_only(), arg("rank"));
+    m.def("project_back", for_lists(&project_back), arg("residual"), arg("p"), arg("q"),
           py::kw_only(), arg("rank"));
-    m.def("project_back", &project_back, arg("residual").noconvert(), arg("p").noconvert(),
-          arg("q").noconvert(), py::kw_only(), arg("rank"));
-    m.def("subtract_product", &subtract_product, arg("residual").noconvert(), arg("p").noconvert(),
-          arg("q").noconvert(), py::kw_only(), arg("rank"));
-    m.def("product", &product, arg("p").noconvert(), arg("q").noconvert(), arg("out").noconvert(),
-          py::kw_only(), arg("rank"), arg("scale"));
-    m.def("orthonormalize", &orthonormalize, arg("p").noconvert(), py::kw_only(), arg("rank"));
+    m.def("subtract_product", for_lists(&subtract_product), arg("residual"), arg("p"), arg("q"),
+          py::kw_only(), arg("rank"));
+    m.def("product", for_lists(&product), arg("p"), arg("q"), arg("out"), py::kw_only(),
+          arg("rank"), arg("scale"));
+    m.def("orthonormalize", for_lists(&orthonormalize), arg("p"), py::kw_only(), arg("rank"));
 }
 
 }  // namespace hc::lowrank

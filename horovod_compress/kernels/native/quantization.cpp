@@ -13,8 +13,8 @@
 #include <array>
 #include <cmath>
 
-#include "arrays.hpp"
 #include "fields.hpp"
+#include "lists.hpp"
 #include "random.hpp"
 
 namespace hc::quantization {
@@ -326,18 +326,17 @@ void bind(py::module_& m) {
     m.def("random_bits", &random, py::kw_only(), arg("key"), arg("n"));
     m.def("draw_coordinates", &draw_coordinates, py::kw_only(), arg("key"), arg("numel"),
           arg("first"), arg("count"));
-    m.def("quantize", &quantize, arg("x").noconvert(), arg("levels").noconvert().none(true),
-          arg("spare") = py::none(), py::kw_only(), arg("w"), arg("clip"), arg("steps"),
-          arg("width"), arg("size"), arg("key"));
-    m.def("dequantize", &dequantize, arg("words").noconvert(), arg("levels").noconvert().none(true),
-          arg("out").noconvert(), py::kw_only(), arg("w"), arg("steps"), arg("width"), arg("size"),
-          arg("scale"));
-    m.def("encode_scales", &encode_scales, arg("x").noconvert(), arg("peaks").noconvert(),
+    m.def("quantize", for_lists(&quantize), arg("x"), arg("levels"), arg("spare") = py::none(),
+          py::kw_only(), arg("w"), arg("clip"), arg("steps"), arg("width"), arg("size"),
+          arg("key"));
+    m.def("dequantize", for_lists(&dequantize), arg("words"), arg("levels"), arg("out"),
+          py::kw_only(), arg("w"), arg("steps"), arg("width"), arg("size"), arg("scale"));
+    m.def("encode_scales", for_lists(&encode_scales), arg("x"), arg("peaks"),
           arg("spare") = py::none(), py::kw_only(), arg("w"), arg("steps"), arg("size"));
-    m.def("encode_signs", &encode_signs, arg("x").noconvert(), arg("spare") = py::none(),
+    m.def("encode_signs", for_lists(&encode_signs), arg("x"), arg("spare") = py::none(),
           py::kw_only(), arg("width"));
-    m.def("decode_signs", &decode_signs, arg("words").noconvert(), arg("out").noconvert(),
-          py::kw_only(), arg("width"), arg("size"), arg("unit"));
+    m.def("decode_signs", for_lists(&decode_signs), arg("words"), arg("out"), py::kw_only(),
+          arg("width"), arg("size"), arg("unit"));
 }
 
 }  // namespace hc::quantization

@@ -10,8 +10,8 @@
 //
 // Decoding trusts nothing: every read is inside the body, every index inside the tensor, and all is
 // checked before anything is added.
-#include "arrays.hpp"
 #include "bits.hpp"
+#include "lists.hpp"
 
 namespace hc::sparse {
 namespace {
@@ -202,17 +202,18 @@ void read_sparse(const std::uint8_t* body, std::size_t size, std::uint64_t numel
     dispatch<read_gaps>(in + values_size(n, kind), end, n, r, numel, to.indices.data());
 }
 
-py::object encode_sparse(const Indices& indices, const Floats& values, const std::string& kind,
+py::object encode_sparse(const Indices& indices, const Floats& values, Values kind,
                          const std::vector<float>& scales) {
     const std::size_t n = length(indices, "indices");
     same_length(n, length(values, "values"), "indices and values");
     const std::uint32_t* at = indices.data();
     for (std::size_t i = 1; i < n; ++i)
         if (at[i] <= at[i - 1]) throw std::invalid_argument("indices must ascend");
-    if (scales.size() != scales_of(values_of(kind)))
-        throw std::invalid_argument("values of kind " + kind + " have " +
-                                    std::to_string(scales_of(values_of(kind))) + " scales");
-    return encoded(body_of(at, values.data(), n, values_of(kind), scales.data()), n, true);
+    if (scales.size() != scales_of(kind))
+        throw std::invalid_argument(std::string("values of kind ") +
+                                    kKindNames[static_cast<int>(kind)] + " have " +
+                                    std::to_string(scales_of(kind)) + " scales");
+    return encoded(body_of(at, values.data(), n, kind, scales.data()), n, true);
 }
 
 py::tuple decode_sparse(const Bytes& body, std::uint64_t numel) {
@@ -255,10 +256,10 @@ Bytes body_of(const std::uint32_t* indices, const float* values, std::size_t n, 
 }
 
 void bind(py::module_& m) {
-    m.def("encode_sparse", &encode_sparse, arg("indices").noconvert(), arg("values").noconvert(),
-          py::kw_only(), arg("kind"), arg("scales") = std::vector<float>());
-    m.def("decode_sparse", &decode_sparse, arg("body").noconvert(), py::kw_only(), arg("numel"));
-    m.def("decode_add_sparse", &decode_add_sparse, arg("out").noconvert(), arg("body").noconvert(),
+    m.def("encode_sparse", for_lists(&encode_sparse), arg("indices"), arg("values"), py::kw_only(),
+          arg("kind"), arg("scales") = py::tuple());
+    m.def("decode_sparse", for_lists(&decode_sparse), arg("body"), py::kw_only(), arg("numel"));
+    m.def("decode_add_sparse", for_lists(&decode_add_sparse), arg("out"), arg("body"),
           py::kw_only(), arg("scale"));
 }
 

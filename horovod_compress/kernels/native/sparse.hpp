@@ -24,11 +24,11 @@ enum class Values : std::uint8_t {
     two_bits = 5
 };
 constexpr int kKinds = 6, kMostScales = 4;
+constexpr const char* kKindNames[kKinds] = {"fp32", "fp16", "bf16", "sign", "power", "2bit"};
 
 inline Values values_of(const std::string& name) {
-    constexpr const char* names[kKinds] = {"fp32", "fp16", "bf16", "sign", "power", "2bit"};
     for (int i = 0; i < kKinds; ++i)
-        if (name == names[i]) return static_cast<Values>(i);
+        if (name == kKindNames[i]) return static_cast<Values>(i);
     throw std::invalid_argument("values must be fp32, fp16, bf16, sign, power or 2bit, not " +
                                 name);
 }

@@ -31,6 +31,10 @@ constexpr std::size_t kWaitingStretches = 4;
 // for those that are taken out of v and u, two lines each.
 constexpr std::size_t kScatterAhead = 48, kTakeAhead = 16;
 
+// Bytes of memory that is made to begin on a cache line, at least: less is copied in less time than
+// it takes to make a view.
+constexpr std::size_t kAlignedBytes = 4096;
+
 // Selection (select.hpp).
 
 // Elements that share one maximum, four cache lines: only chunks that reach the floor are searched.

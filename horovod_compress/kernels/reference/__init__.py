@@ -10,6 +10,7 @@ from typing import Any, Callable
 
 import numpy as np
 
+from ..lists import for_lists
 from .adaptive import encode_adacomp, encode_strom, encode_variance
 from .buckets import decode_add_buckets, encode_buckets
 from .codes import (
@@ -33,7 +34,7 @@ from .dense import (
     scatter_add,
     squared_norm,
 )
-from .frames import frames_by_tensor, open_frames, seal_frame
+from .frames import open_frames, seal_frame
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
 from .quantization import (
     decode_signs,
@@ -77,7 +78,6 @@ __all__ = [
     "encode_topk",
     "encode_variance",
     "flush_denormals",
-    "frames_by_tensor",
     "max_abs",
     "max_abs_and_deviation",
     "move",
@@ -108,4 +108,18 @@ def _quiet(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-globals().update({name: _quiet(globals()[name]) for name in __all__})
+# Of one array, or none.
+_ALONE = {
+    "add_sample_squares",
+    "draw_coordinates",
+    "flush_denormals",
+    "open_frames",
+    "random_bits",
+    "seal_frame",
+}
+globals().update(
+    {
+        name: _quiet(globals()[name] if name in _ALONE else for_lists(globals()[name]))
+        for name in __all__
+    }
+)

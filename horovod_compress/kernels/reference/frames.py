@@ -1,21 +1,24 @@
-"""Frames of payloads: made, opened, and put in another order. Of their checksum each of the 16
+"""Frames of the payloads of a group of tensors: made and opened. Of their checksum each of the 16
 words of a line feeds its own stream, and the streams are mixed in the end."""
 
+import itertools
 import struct
-from typing import Any, List, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import numpy as np
 
 from ..encoded import HEADROOM
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"hC"
 # Magic version id, checksum digest step length flags.
 HEADER = struct.Struct("<2sBBIIIII")
 # The checksum covers the frame from this byte on; the fields before are compared as they are.
 _CHECKED = 8
-# Of the flags, whose other bits are the bytes of padding.
+# Of the flags, whose other bits are the bytes of padding, and of an entry of the table of several
+# tensors, whose other bits are the bytes of a body.
 _NOT_FINITE = 1
+ENTRY = np.dtype("<u4")
 assert HEADER.size == HEADROOM
 
 _LANES = 16
@@ -42,35 +45,56 @@ def checksum(data: np.ndarray) -> int:
     return total ^ total >> 16
 
 
+def table_size(tensors: int) -> int:
+    """Bytes of the table before the bodies of so many tensors."""
+    return tensors * ENTRY.itemsize if tensors > 1 else 0
+
+
 def seal_frame(
-    buffer: np.ndarray, *, size: int, number: int, digest: int, step: int, finite: bool
+    buffers: List[np.ndarray],
+    *,
+    size: int,
+    number: int,
+    digest: int,
+    step: int,
+    finite: Sequence[bool],
 ) -> np.ndarray:
-    """The frame of so many bytes whose body is in an encoder's buffer, made there where that is
-    long enough."""
-    needed = len(buffer) - 1
-    if not HEADROOM <= needed <= size:
-        raise ValueError("a buffer is a header, a body and a byte, and fits its frame")
-    if size <= len(buffer):
-        frame = buffer[:size]
+    """The frame of so many bytes for tensors whose bodies are in encoders' buffers. That of one
+    tensor is made in its buffer where that is long enough. finite: of each, whether its gradient
+    was."""
+    if not buffers or len(finite) != len(buffers):
+        raise ValueError("a frame has one tensor at least, and a flag for each")
+    if any(len(buffer) <= HEADROOM for buffer in buffers):
+        raise ValueError("a buffer is a header, a body and a byte")
+    bodies = [buffer[HEADROOM:-1] for buffer in buffers]
+    table = [len(body) << 1 | (not its) for body, its in zip(bodies, finite)]
+    content = [np.array(table if len(table) > 1 else [], ENTRY).view(np.uint8), *bodies]
+    length = sum(map(len, content))
+    padding = size - HEADROOM - length
+    if padding < 0:
+        raise ValueError("bodies must fit their frame")
+    if len(buffers) == 1 and padding <= 1:
+        frame = buffers[0][:size]
     else:
-        frame = np.zeros(size, np.uint8)
-        frame[:needed] = buffer[:needed]
-    flags = (0 if finite else _NOT_FINITE) | (size - needed) << 1
-    HEADER.pack_into(
-        frame.data, 0, _MAGIC, VERSION, number, 0, digest, step, needed - HEADROOM, flags
-    )
+        frame = np.concatenate(
+            [np.zeros(HEADROOM, np.uint8), *content, np.zeros(padding, np.uint8)]
+        )
+    flags = (0 if all(finite) else _NOT_FINITE) | padding << 1
+    HEADER.pack_into(frame.data, 0, _MAGIC, VERSION, number, 0, digest, step, length, flags)
     struct.pack_into("<I", frame.data, 4, checksum(frame[_CHECKED:]))
     return frame
 
 
 def open_frames(
-    data: np.ndarray, *, frames: int, number: int, digest: int, step: int
-) -> Tuple[List[np.ndarray], bool]:
-    """(bodies, finite): the bodies of exactly so many joined frames, one for each rank, and whether
-    every rank's gradient was finite. digest: rank 0's; each other's is one more than that of the
-    rank before."""
-    bodies: List[np.ndarray] = []
-    at = not_finite = 0
+    data: np.ndarray, *, frames: int, tensors: int, number: int, digest: int, step: int
+) -> Tuple[List[List[np.ndarray]], List[bool]]:
+    """(bodies, finite): for each rank the bodies of its tensors, of exactly so many joined frames,
+    and for each tensor whether its gradient was finite on all ranks. digest: rank 0's; each other's
+    is one more than that of the rank before."""
+    if not tensors:
+        raise ValueError("a frame has one tensor at least")
+    bodies: List[List[np.ndarray]] = []
+    at, finite = 0, [True] * tensors
     try:
         while len(bodies) < frames and at < len(data):
             end, (_, _, id, found, its_digest, its_step, length, flags) = _end_of(data, at)
@@ -86,8 +110,11 @@ def open_frames(
                     f"of step {its_step}, this rank is at step {step}; was a state loaded on some "
                     "ranks only?"
                 )
-            bodies.append(data[at + HEADROOM : at + HEADROOM + length])
-            at, not_finite = end, not_finite | flags & _NOT_FINITE
+            content = data[at + HEADROOM : at + HEADROOM + length]
+            its, its_flags = _parts_of(content, tensors, flags)
+            bodies.append(its)
+            finite = [before and not flag & _NOT_FINITE for before, flag in zip(finite, its_flags)]
+            at = end
     except ValueError as error:
         raise ValueError(f"payload of rank {len(bodies)}: {error}") from None
     if len(bodies) < frames:
@@ -97,7 +124,7 @@ def open_frames(
         )
     if at != len(data):
         raise ValueError(f"{len(data) - at} bytes follow the payload of the last of {frames} ranks")
-    return bodies, not not_finite
+    return bodies, finite
 
 
 def _end_of(data: np.ndarray, at: int) -> Tuple[int, Tuple[Any, ...]]:
@@ -118,15 +145,17 @@ def _end_of(data: np.ndarray, at: int) -> Tuple[int, Tuple[Any, ...]]:
     return end, header
 
 
-def frames_by_tensor(data: np.ndarray, *, ranks: int, tensors: int) -> List[np.ndarray]:
-    """Each tensor's frames, joined in rank order, of those of all tensors, rank by rank."""
-    ends = [0]
-    for number in range(ranks * tensors):
-        try:
-            ends.append(_end_of(data, ends[-1])[0])
-        except ValueError as error:
-            raise ValueError(f"payload of rank {number // tensors}: {error}") from None
-    if ends[-1] != len(data):
-        raise ValueError("bytes follow the last frame")
-    frames = [data[start:end] for start, end in zip(ends, ends[1:])]
-    return [np.concatenate(frames[tensor::tensors]) for tensor in range(tensors)]
+def _parts_of(
+    content: np.ndarray, tensors: int, flags: int
+) -> Tuple[List[np.ndarray], Sequence[int]]:
+    """The bodies in a frame's content, and the flags of each tensor. flags: the header's."""
+    if tensors == 1:
+        return [content], [flags]
+    table = table_size(tensors)
+    if len(content) < table:
+        raise ValueError("shorter than the table of its tensors")
+    entries = np.frombuffer(content[:table].tobytes(), ENTRY).tolist()
+    ends = list(itertools.accumulate((entry >> 1 for entry in entries), initial=table))
+    if ends[-1] != len(content):
+        raise ValueError("not of the length that the table of its tensors says")
+    return [content[start:end] for start, end in zip(ends, ends[1:])], entries

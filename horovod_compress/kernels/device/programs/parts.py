@@ -1,4 +1,4 @@
-"""What programs of all kernels are made of."""
+"""Parts of which programs of all kernels are made."""
 
 import triton
 import triton.language as tl

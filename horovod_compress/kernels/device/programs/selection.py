@@ -16,7 +16,7 @@ NONE, VANILLA, NESTEROV = 0, 1, 2  # kinds of momentum
 
 @triton.jit
 def _from_base(g, base, inside, BASED: tl.constexpr):
-    """What a gradient is, where it counts from `base`."""
+    """A gradient, where it counts from `base`."""
     return g - tl.load(base, mask=inside, other=0.0) if BASED else g
 
 
@@ -36,7 +36,7 @@ def _advanced(g, u, v, momentum, KIND: tl.constexpr):
 
 @triton.jit
 def _order(owner, bits):
-    """What sorts by tensor, and the largest magnitudes first."""
+    """A key that sorts by tensor, and the largest magnitudes first."""
     return (owner.to(tl.int64) << 32) | (bits ^ _NO_MAGNITUDE).to(tl.int64)
 
 

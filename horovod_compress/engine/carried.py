@@ -1,0 +1,103 @@
+"""The steps of tensors whose payloads are carriers: the reducer takes them one by one, as gradients
+come."""
+
+import dataclasses
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from ..compressors.base import Step
+from .contract import check_payloads
+from .extension import Extension
+from .group import Group
+from .step import GroupStep, begin, clipping, end_steps, subtract_bases
+from .tensor import Tensor
+
+
+class CarriedStep:
+    """The open step of a group whose payloads are the reducer's carriers: tensors come one by one,
+    and results that have come are decoded together."""
+
+    def __init__(self, group: Group, features: Sequence[Extension]) -> None:
+        self.group, self._features = group, features
+        self.tensors: List[Tensor] = []
+        # Results that are not decoded yet: the number of their tensor among those that came, what
+        # the reducer made of its carrier, and where the result is to be.
+        self.arrived: List[Tuple[int, np.ndarray, np.ndarray]] = []
+        self._bases: Dict[int, np.ndarray] = {}
+        self._gain = 1.0
+
+    def carry(
+        self, tensor: Tensor, grad: np.ndarray, step: Step, squared_norm: Optional[float] = None
+    ) -> np.ndarray:
+        """Begins a tensor's step. Returns the array for the reducer. squared_norm: as of StepNorm,
+        where the step is clipped."""
+        its, grads, compressor = [tensor], [grad], tensor.compressor
+        steps: Sequence[Step] = [step]
+        if self._features or step.dense:
+            steps = begin(its, grads, steps, self._features)
+        if step.base is not None:
+            bases, steps = subtract_bases(compressor, grads, steps)
+            self._bases.update((len(self.tensors), base) for _, base in bases)
+        self.tensors.append(tensor)
+        if self.group.on_device or type(grad) is not np.ndarray:
+            self.group.follow(its, grads)
+        (step,) = steps
+        if squared_norm is not None:
+            step = dataclasses.replace(step, scale=step.scale * clipping(step, squared_norm))
+        self._gain = step.gain
+        encode = compressor.encode_dense if step.dense else compressor.encode
+        payload: Any = encode(grad, tensor.state, step)
+        for feature in self._features:
+            feature.encoded(its, [payload])
+        if not self.group.checked:
+            check_payloads(self.group, [payload], grads, [step])
+        array, counters = payload.array, tensor.counters
+        nbytes = array.nbytes
+        counters["dense_bytes"] += grad.nbytes
+        counters["bytes_sent"] += nbytes
+        counters["bytes_received"] += nbytes
+        counters["elements_sent"] += tensor.numel
+        return array
+
+    def decode(self) -> bool:
+        """Decodes the results that have come. Returns whether all are finite."""
+        arrived, self.arrived = self.arrived, []
+        finite = True
+        for numbers, reduced, outs in _alike(arrived):
+            tensors = [self.tensors[number] for number in numbers]
+            states = [tensor.state for tensor in tensors]
+            good = self.group.compressor.decode_dense_all(reduced, outs, states, self._gain)
+            for number, out in zip(numbers, outs) if self._bases else ():
+                out += self._bases.pop(number)
+            for feature in self._features:
+                good = feature.decoded(tensors, outs, good)
+            finite &= all(good)
+        return finite
+
+    def end(self, succeeded: bool) -> None:
+        """Commits the step of all that have come, or rolls it back."""
+        end_steps(self.tensors, succeeded)
+        for feature in self._features:
+            feature.ended(self.tensors, succeeded)
+
+
+def end(step: Union[GroupStep, CarriedStep], succeeded: bool) -> None:
+    """Ends a group's step: goes on after its Outcome, or where it has not succeeded or not come
+    that far, rolls it back."""
+    if isinstance(step, CarriedStep):
+        step.end(succeeded)
+    elif succeeded:
+        next(step, None)
+    else:
+        step.close()
+
+
+def _alike(arrived: Sequence[Tuple[int, Any, Any]]) -> Iterable[List[List[Any]]]:
+    """Results that have come, by their types and places: numbers, what has come of carriers, and
+    where results are to be."""
+    found: Dict[Any, List[Tuple[int, Any, Any]]] = {}
+    for each in arrived:
+        _, reduced, out = each
+        found.setdefault((reduced.dtype, out.dtype, getattr(out, "device", None)), []).append(each)
+    return [list(map(list, zip(*its))) for its in found.values()]

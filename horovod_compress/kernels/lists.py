@@ -1,0 +1,43 @@
+"""Kernels of one tensor, for lists of tensors: the grammar of all kernels that steps call."""
+
+import functools
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+
+
+def by_tensor(
+    arrays: Sequence[Any], options: Mapping[str, Any]
+) -> Iterator[Tuple[Sequence[Any], Dict[str, Any]]]:
+    """Takes the arguments of a function of lists apart.
+
+    Args:
+        arrays: lists with one for each tensor; None is no array for any of them.
+        options: of those a list has a value for each tensor; anything else counts for all.
+
+    Yields:
+        The arrays and options of each tensor.
+
+    Raises:
+        TypeError: something in place of a list of arrays.
+        ValueError: lists of different lengths.
+    """
+    if not all(each is None or isinstance(each, list) for each in arrays):
+        raise TypeError("arrays come in lists, one for each tensor")
+    tensors, count = len(arrays[0]), len(arrays)
+    columns = [
+        each if isinstance(each, list) else [each] * tensors
+        for each in (*arrays, *options.values())
+    ]
+    if any(len(each) != tensors for each in columns):
+        raise ValueError("lists must have a value for each tensor")
+    for row in zip(*columns):
+        yield row[:count], dict(zip(options, row[count:]))
+
+
+def for_lists(kernel: Callable[..., Any]) -> Callable[..., List[Any]]:
+    """Makes a kernel of one tensor one of lists of tensors, which returns a list of results."""
+
+    @functools.wraps(kernel)
+    def call(*arrays: Any, **options: Any) -> List[Any]:
+        return [kernel(*its, **own) for its, own in by_tensor(arrays, options)]
+
+    return call
