@@ -1,8 +1,7 @@
 """The steps of tensors whose payloads are carriers: the reducer takes them one by one, as gradients
 come."""
 
-import dataclasses
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from ..compressors.base import Step
 from .contract import check_payloads
 from .extension import Extension
 from .group import Group
-from .step import GroupStep, begin, clipping, end_steps, subtract_bases
+from .step import GroupStep, begin, end_steps, subtract_bases
 from .tensor import Tensor
 
 
@@ -27,11 +26,8 @@ class CarriedStep:
         self._bases: Dict[int, np.ndarray] = {}
         self._gain = 1.0
 
-    def carry(
-        self, tensor: Tensor, grad: np.ndarray, step: Step, squared_norm: Optional[float] = None
-    ) -> np.ndarray:
-        """Begins a tensor's step. Returns the array for the reducer. squared_norm: as of StepNorm,
-        where the step is clipped."""
+    def carry(self, tensor: Tensor, grad: np.ndarray, step: Step) -> np.ndarray:
+        """Begins a tensor's step. Returns the array for the reducer."""
         its, grads, compressor = [tensor], [grad], tensor.compressor
         steps: Sequence[Step] = [step]
         if self._features or step.dense:
@@ -43,8 +39,6 @@ class CarriedStep:
         if self.group.on_device or type(grad) is not np.ndarray:
             self.group.follow(its, grads)
         (step,) = steps
-        if squared_norm is not None:
-            step = dataclasses.replace(step, scale=step.scale * clipping(step, squared_norm))
         self._gain = step.gain
         encode = compressor.encode_dense if step.dense else compressor.encode
         payload: Any = encode(grad, tensor.state, step)

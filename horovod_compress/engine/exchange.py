@@ -29,6 +29,8 @@ from .momentum import follow, matched
 from .pending import DONE, FAILED, FILLING, JOINT, LAST, NORM, ROUND, Carried, Pending, Stage
 from .tensor import Tensor
 
+_CARRIER = 4  # bytes of a single 1
+
 
 class Exchange(Driver):
     """Drives steps eagerly: what a group asks for is started when the last of its tensors has come,
@@ -134,6 +136,8 @@ class Exchange(Driver):
             tensor.counters["encode_seconds"] += time.perf_counter() - started
             return carrier
         tensor.carrier[0] = 1
+        tensor.counters["bytes_sent"] += _CARRIER
+        tensor.counters["bytes_received"] += _CARRIER
         pending.come.append((tensor.place, tensor, grad, step))
         if type(grad) is not np.ndarray:
             pending.follow(grad)

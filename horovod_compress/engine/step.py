@@ -25,7 +25,6 @@ from .tensor import Tensor
 
 # Yields Requests; what it is sent depends on each.
 GroupStep = Generator[Any, Any, None]
-_CARRIER = 4  # bytes of a single 1
 
 
 def group_step(
@@ -190,8 +189,6 @@ def _count(tensors: Sequence[Tensor], grads: Sequence[np.ndarray], payloads: Seq
     for tensor, grad, payload in zip(tensors, grads, payloads):
         counters = tensor.counters
         counters["dense_bytes"] += grad.nbytes
-        counters["bytes_sent"] += _CARRIER
-        counters["bytes_received"] += _CARRIER
         sent = None if isinstance(payload, ToReducer) else payload.elements
         counters["elements_sent"] += tensor.numel if sent is None else sent
 

@@ -331,7 +331,7 @@ class BoundCompression(GraphCompression):
             bool(self._compressor.policy.follow_lr),
             self._compressor.policy.clip_norm is not None,
             *(
-                (each.carried, each.moved, each.direct, id(each.squares))
+                (each.carried, each.moved, each.plain, each.kin, id(each.squares))
                 for each in self._variables.values()
             ),
         )

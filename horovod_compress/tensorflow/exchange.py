@@ -1,101 +1,64 @@
-"""Drives the steps of tensors that a graph's executor brings in any order, several at a time."""
+"""Drives the steps of groups that a graph's executor brings in any order, several at a time."""
 
 import copy
 import dataclasses
 import itertools
 import threading
 import time
-from typing import Any, Collection, Dict, List, Optional, Tuple
+from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
-from ..engine.carried import CarriedStep, end
 from ..engine.driver import Driver, Transaction
-from ..engine.extension import Extension
-from ..engine.group import Group
+from ..engine.group import Group, form
 from ..engine.loss_scale import to_true_units
-from ..engine.step import group_step
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
-from ..protocol.requests import FLOAT32, Allreduce, Final, StepNorm
+from ..protocol.requests import Allgather, Allreduce
 from ..protocol.wire import Steady
-from .messages import Message, answer_of, empty, message_of
+from .messages import Message, empty, message_of
+from .pending import Pending
 
 _KEPT = 100  # calls of functions
 
+# Of tensors that go the same way in a call.
+Names = Tuple[str, ...]
 # A tensor's arrays, steps taken, dense until, shape.
 Saved = Tuple[Dict[str, np.ndarray], int, int, tuple]
-
-
-@dataclasses.dataclass
-class _Pending:
-    """A tensor's last step, in a group of its own, until the next one begins."""
-
-    grad: np.ndarray
-    call: int
-    transaction: Transaction
-    index: int
-    # A GroupStep, or CarriedStep.
-    step: Any = None
-    # What it waits for until it is finished, and whether that is the last.
-    request: Any = None
-    last: bool = True
-    # Of its last message, in a step with fewer than the graph has operations for.
-    arrived: Optional[Message] = None
-    finished: bool = False
-    # How many of its messages have been handed out, empty ones included.
-    stage: int = 0
-    # Whether it has sent the step's number and waits for the sum.
-    compares: bool = False
-
-    def begin(
-        self, tensor: Tensor, step: Step, features: List[Extension], squared_norm: Optional[float]
-    ) -> np.ndarray:
-        """Begins the step; returns the carrier. squared_norm: as of StepNorm."""
-        if step.dense or tensor.declared[0].verb == "reducer":
-            self.step = CarriedStep(tensor.alone, features)
-            return self.step.carry(tensor, self.grad, step, squared_norm)
-        self.step = group_step(tensor.alone, [tensor], [self.grad], [step], features)
-        request = self.step.send(None)
-        if isinstance(request, StepNorm):
-            request = self.step.send(squared_norm)
-        self.wait_for(request)
-        return np.ones(1, np.float32)
-
-    def wait_for(self, request: Any) -> None:
-        """Takes what the step asks for next."""
-        self.last = isinstance(request, Final)
-        self.request = request.request if self.last else request[0]
 
 
 class GraphExchange(Driver):
     """Drives steps whose payloads are moved by operations of a graph.
 
-    A step is one call of a traced function; it begins with `begin`. Tensors come and go in any
-    order, and in several threads: one may be finished before another is submitted. None of the
-    methods waits. `submit` and `advance` return the message that an operation is to move next, as
-    the tensor's `collectives` say (empty in a step that goes dense), and the next call for that
-    tensor brings what came of it. One tensor, `sends_number`, also sends the step's number behind
-    its first message, where there are sums.
+    A step is one call of a traced function; it begins with `begin`. Groups of tensors, which are
+    known by the names of those, come and go in any order, and in several threads: one may be
+    finished before another is submitted. None of the methods waits. `submit` and `advance` return
+    the message that an operation is to move next, as its tensors' `collectives` say (empty in a
+    step that goes dense), and the next call for that group brings what came of it. The group of one
+    tensor, `sends_number`, also sends the step's number behind its first message, where there are
+    sums.
     """
 
     def __init__(
         self, compressor: Compressor, rank: int, size: int, dense_alone: bool = False
     ) -> None:
         super().__init__(compressor, rank, size, dense_alone)
-        # For what tensors share; each tensor's own is in one thread at a time.
+        # For what groups share; each group's own is in one thread at a time.
         self._lock = threading.Lock()
         self._calls = itertools.count()
-        # By call: its transaction, what is known of the step, and the squared norm for `begin`.
-        self._begun: Dict[int, Tuple[Transaction, Step, Optional[float]]] = {}
-        self._pending: Dict[str, _Pending] = {}
+        # By call: its transaction, what is known of the step, and the last two of `begin`.
+        self._begun: Dict[int, Tuple[Transaction, Step, float, Optional[float]]] = {}
+        # By the names of their tensors, and the last step of each tensor.
+        self._groups: Dict[Names, Group] = {}
+        self._pending: Dict[str, Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self.shapes: Dict[str, tuple] = {}
         self.sends_number: Optional[str] = None
-        self._counted = 0  # bytes that are no tensor's
+        # Bytes through collectives.
+        self._sent = self._received = 0
         # By name, what a state that was loaded has of tensors that are not known yet.
         self.loaded: Dict[str, Saved] = {}
 
@@ -126,17 +89,34 @@ class GraphExchange(Driver):
         super().switch(*arguments, **named)
         # Which hold on to tensors of before.
         self._begun.clear()
+        self._groups.clear()
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
-
-    def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
-        tensor = super()._add(name, shape, variant)
-        tensor.alone = Group(False, Steady())
-        tensor.alone.add(tensor)
-        return tensor
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name, which is known."""
         return self._tensors[name]
+
+    def groups(self, carriers: Dict[str, str]) -> List[Names]:
+        """Groups of tensors that come in one call, {name: dtype of its carrier}."""
+        kinds: Dict[Any, List[Tensor]] = {}
+        for name, dtype in carriers.items():
+            tensor = self._tensors[name]
+            # Before the last message only sums and maxima can be joined.
+            joins = all(its.verb == "allreduce" for its in tensor.declared[:-1])
+            # In what a step has by its number, tensors of a group are alike.
+            kinds.setdefault((dtype, self._indices[name], joins or name), []).append(tensor)
+        formed = [group for its in kinds.values() for group in form(its, True, Steady, False)]
+        return [tuple(tensor.name for tensor in group.tensors) for group in formed]
+
+    def _group(self, names: Names) -> Group:
+        group = self._groups.get(names)
+        if group is None:
+            tensors = [self._tensors[name] for name in names]
+            group = Group(tensors[0].declared[0].verb == "reducer", Steady())
+            for tensor in tensors:
+                group.add(tensor)
+            self._groups[names] = group
+        return group
 
     def _go_dense(self, group: Group, step: Step) -> Collection[str]:
         # A graph has no operation for a sum that a feature around the algorithm asks for.
@@ -148,12 +128,13 @@ class GraphExchange(Driver):
         size: int,
         loss_scale: float = 1.0,
         lr: Optional[float] = None,
+        factor: float = 1.0,
         squared_norm: Optional[float] = None,
     ) -> int:
         """Begins a step of tensors whose gradients are times `loss_scale`, on this rank of so many;
-        returns the number of the call. lr: as in Step; squared_norm: where gradients are to be
-        clipped, of factor · (all gradients of the step), factor being what the reducer makes of a 1
-        on each rank. RuntimeError as of `to_true_units`."""
+        returns the number of the call. lr: as in Step; factor: what the reducer makes of a 1 on
+        each rank; squared_norm: where gradients are to be clipped, of factor · (all gradients of
+        the step). RuntimeError as of `to_true_units`."""
         scale = to_true_units(loss_scale)
         with self._lock:
             self.expect(rank=rank, size=size)
@@ -161,102 +142,102 @@ class GraphExchange(Driver):
             # Nobody knows when all have come: what nobody uses is not computed.
             self._begun.pop(call - _KEPT, None)
             step = dataclasses.replace(self._now, scale=scale, lr=lr)
-            self._begun[call] = Transaction(), step, squared_norm
+            self._begun[call] = Transaction(), step, factor, squared_norm
             return call
 
-    def count(self, nbytes: int) -> None:
-        """Counts bytes of a sum that a step needs for all its tensors."""
+    def count(self, sent: int, received: int) -> None:
+        """Counts bytes through collectives."""
         with self._lock:
-            self._counted += nbytes
+            self._sent += sent
+            self._received += received
 
     def totals(self) -> Dict[str, float]:
-        summed = super().totals()
-        more = {key: summed[key] + self._counted for key in ("bytes_sent", "bytes_received")}
-        return {**summed, **more}
+        moved = {"bytes_sent": self._sent, "bytes_received": self._received}
+        return {**super().totals(), **moved}
 
     def submit(
-        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None
+        self, names: Names, call: int, grads: List[np.ndarray], squares: Sequence[Any] = ()
     ) -> List[np.ndarray]:
-        """Takes a tensor's flat float32 gradient into a step; returns the carrier, and behind it
-        the first message.
+        """Takes a group's flat float32 gradients into a step; returns the array for the reducer,
+        and behind it the first message.
 
-        grad's memory belongs to the exchange until `finish`. squares: as in Step. A tensor that was
-        never finished has its last step rolled back. RuntimeError where the call is forgotten.
+        The gradients' memory belongs to the exchange until `finish`. squares: as in Step, of each
+        tensor. Tensors that were never finished have their last step rolled back. RuntimeError
+        where the call is forgotten.
         """
-        self._end(name)
         with self._lock:
+            for name in names:
+                self._end(name)
             try:
-                transaction, step, squared_norm = self._begun[call]
+                transaction, step, factor, squared_norm = self._begun[call]
             except KeyError:
                 raise RuntimeError(
-                    f"{name}: its gradient came after {_KEPT} later calls of functions had begun, "
-                    "or after compression.switch(), and its step is not known any more. Where "
-                    "several threads train with one compression make one for each, and switch when "
-                    "all calls have ended"
+                    f"{names[0]}: its gradient came after {_KEPT} later calls of functions had "
+                    "begun, or after compression.switch(), and its step is not known any more. "
+                    "Where several threads train with one compression make one for each, and "
+                    "switch when all calls have ended"
                 ) from None
             self._latest = transaction
-        tensor, started = self._known(name, grad), time.perf_counter()
-        index = self._indices[name]
-        step = dataclasses.replace(step, index=index, squares=squares)
-        if step.frozen and tensor.compressor.policy.m:
+        group, started = self._group(names), time.perf_counter()
+        for tensor, grad in zip(group.tensors, grads):
+            self._known(tensor.name, grad)
+        if step.frozen and group.compressor.policy.m:
             # Keras' momentum holds the learning rate.
-            grad.fill(0)
-        step = dataclasses.replace(step, dense=name in self._apart(tensor.alone, step))
-        self._indices[name] += 1
-        transaction.tensors.append(tensor)
-        features = self._features([tensor], [step])
-        pending = self._pending[name] = _Pending(grad, call, transaction, index)
-        carrier = pending.begin(tensor, step, features, squared_norm)
-        tensor.counters["encode_seconds"] += time.perf_counter() - started
-        handed_out = [carrier, *self._message(name, pending)]
-        if name == self.sends_number:
-            pending.compares = isinstance(pending.request, Allreduce)
-            number = Allreduce(step_numbers(index) if pending.compares else np.empty(0, np.int64))
-            tensor.count(number)
+            for grad in grads:
+                grad.fill(0)
+        index = max(self._indices[name] for name in names)
+        step = dataclasses.replace(step, index=index)
+        apart = self._apart(group, step)
+        steps = [
+            dataclasses.replace(step, dense=name in apart, squares=its)
+            if name in apart or its is not None
+            else step
+            for name, its in itertools.zip_longest(names, squares)
+        ]
+        pending = Pending(group, grads, call, transaction, factor)
+        for tensor in group.tensors:
+            self._indices[tensor.name], self._pending[tensor.name] = index + 1, pending
+        transaction.tensors += group.tensors
+        array = pending.begin(steps, self._features, squared_norm)
+        group.tensors[0].counters["encode_seconds"] += time.perf_counter() - started
+        handed_out = [array, *self._message(pending)]
+        if self.sends_number in names:
+            compares = isinstance(pending.request, Allreduce)
+            pending.compares = index if compares else None
+            number = Allreduce(step_numbers(index) if compares else np.empty(0, np.int64))
+            group.tensors[0].count(number)
+            self.count(number.array.nbytes, number.array.nbytes)
             handed_out.append(number.array)
         return handed_out
 
-    def advance(self, name: str, call: int, brought: Message) -> List[np.ndarray]:
+    def advance(self, names: Names, call: int, brought: Message) -> List[np.ndarray]:
         """Brings what became of a message; returns the next one."""
-        pending = self._arrive(name, call, brought)
-        if pending.last:
-            # Such a step has no more to send.
-            pending.arrived = pending.arrived or brought
-        else:
-            pending.wait_for(pending.step.send([answer_of(pending.request, brought)]))
-        return self._message(name, pending)
+        pending = self._arrive(names, call, brought)
+        pending.advance(brought)
+        return self._message(pending)
 
     def finish(
-        self, name: str, call: int, reduced: np.ndarray, brought: Message = ()
-    ) -> np.ndarray:
-        """Brings the carrier as the reducer reduced it, and what became of the last message;
-        returns the flat float32 result, in the memory of the gradient or of the carrier."""
-        pending = self._arrive(name, call, brought)
-        started, result = time.perf_counter(), pending.grad
-        if isinstance(pending.step, CarriedStep):
-            result = reduced if reduced.dtype == FLOAT32 else result
-            pending.step.arrived.append((0, reduced, result))
-            finite = pending.step.decode()
-        else:
-            arrived = answer_of(pending.request, pending.arrived or brought)
-            finite = pending.step.send((float(reduced[0]), arrived)).finite
-        self._tensors[name].counters["decode_seconds"] += time.perf_counter() - started
-        pending.request, pending.arrived, pending.finished = None, None, True
-        # Until the next step begins it would stay in memory.
-        pending.grad = np.empty(0, np.float32)
-        if not finite:
-            pending.transaction.finite = False
-        return result
+        self, names: Names, call: int, reduced: np.ndarray, brought: Message = ()
+    ) -> List[np.ndarray]:
+        """Brings what the reducer made of its array, and what became of the last message; returns
+        flat float32 results, in the memory of the gradients."""
+        pending = self._arrive(names, call, brought)
+        self.count(reduced.nbytes, reduced.nbytes)
+        started = time.perf_counter()
+        results = pending.finish(reduced, brought, self._now.size)
+        seconds = time.perf_counter() - started
+        self._tensors[names[0]].counters["decode_seconds"] += seconds
+        return results
 
     def step_alone(
-        self, name: str, grad: np.ndarray, call: int, squares: Optional[np.ndarray] = None
-    ) -> np.ndarray:
-        """A tensor's whole step on a rank that is alone, to which all that it sends comes back:
+        self, names: Names, call: int, grads: List[np.ndarray], squares: Sequence[Any] = ()
+    ) -> List[np.ndarray]:
+        """A group's whole step on a rank that is alone, to which all that it sends comes back:
         `submit` to `finish`."""
-        carrier, *message = self.submit(name, grad, call, squares)
-        for _ in self._tensors[name].declared[1:]:
-            message = self.advance(name, call, message)
-        return self.finish(name, call, carrier, message)
+        array, *message = self.submit(names, call, grads, squares)
+        for _ in self._tensors[names[0]].declared[1:]:
+            message = self.advance(names, call, message)
+        return self.finish(names, call, array, message)
 
     def fail(self, name: str) -> None:
         """The reducer could not use this result, on all ranks alike: its step will be rolled
@@ -269,24 +250,27 @@ class GraphExchange(Driver):
         pending = self._pending.get(name)
         return pending is not None and pending.call == call and pending.transaction.finite
 
-    def _arrive(self, name: str, call: int, brought: Message) -> _Pending:
-        pending = self._pending.get(name)
+    def _arrive(self, names: Names, call: int, brought: Message) -> Pending:
+        pending = self._pending.get(names[0])
         if pending is None or pending.call != call or pending.finished:
             raise RuntimeError(
-                f"{name}: another gradient of it came before this one was exchanged. One "
+                f"{names[0]}: another gradient of it came before this one was exchanged. One "
                 f"compression serves one model, and one step "
                 "at a time: make a compression for each tape or optimizer whose steps may overlap"
             )
-        if pending.compares:
-            pending.compares = False
-            check_step_numbers(brought[-1], pending.index, self._now.size)
+        if pending.compares is not None:
+            index, pending.compares = pending.compares, None
+            check_step_numbers(brought[-1], index, self._now.size)
+        if brought:
+            gathered = isinstance(pending.request, Allgather)
+            self.count(0, brought[0].nbytes - (pending.sent if gathered else 0))
         return pending
 
-    def _message(self, name: str, pending: _Pending) -> List[np.ndarray]:
-        """The message that the tensor's next operation is to move. RuntimeError where that is not
+    def _message(self, pending: Pending) -> List[np.ndarray]:
+        """The message that the group's next operation is to move. RuntimeError where that is not
         what the compressor has declared."""
-        declared, stage = self._tensors[name].declared, pending.stage
-        expected = declared[stage : stage + 1]
+        first, stage = pending.group.tensors[0], pending.stage
+        expected = first.declared[stage : stage + 1]
         pending.stage += 1
         # What arrived is of its last one.
         request = None if pending.arrived else pending.request
@@ -294,23 +278,25 @@ class GraphExchange(Driver):
             return empty(expected, self._now.size)
         if request.collective not in expected:
             raise RuntimeError(
-                f"{self._tensors[name].compressor.id}: message {stage} of a step is "
-                f"{request.collective}, but `collectives` declares {declared}"
+                f"{first.compressor.id}: message {stage} of a step is "
+                f"{request.collective}, but `collectives` declares {first.declared}"
             )
+        pending.sent = request.array.nbytes
+        self.count(pending.sent, 0)
         return message_of(request)
 
     def _end(self, name: str) -> None:
-        """Ends a tensor's last step where that has not happened yet."""
-        pending = self._pending.pop(name, None)
+        """Ends the last step of a tensor, and those of its group then, where that has not happened
+        yet."""
+        pending = self._pending.get(name)
         if pending is None:
             return
-        transaction = pending.transaction
-        succeeded = transaction.finite and pending.finished
-        end(pending.step, succeeded)
-        with self._lock:
-            if not transaction.ended:  # the first of its step
-                transaction.finite = succeeded
-                self._count_step(transaction)
+        for tensor in pending.group.tensors:
+            del self._pending[tensor.name]
+        transaction, succeeded = pending.transaction, pending.end()
+        if not transaction.ended:  # the first of its step
+            transaction.finite = succeeded
+            self._count_step(transaction)
 
     def open_tensors(self) -> Collection[str]:
         # Other threads submit meanwhile.
@@ -318,8 +304,12 @@ class GraphExchange(Driver):
 
     def end_step(self) -> None:
         self._refuse_in_step()
-        for name in list(self._pending):
-            self._end(name)
+        self._end_all(list(self._pending))
+
+    def _end_all(self, names: Collection[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._end(name)
 
     def steps_taken(self) -> Dict[str, int]:
         return dict(self._indices)
@@ -333,8 +323,7 @@ class GraphExchange(Driver):
         return state
 
     def rollback(self) -> None:
-        for name in self.open_tensors():
-            self._end(name)
+        self._end_all(self.open_tensors())
 
     def go_back_to(self, state: Dict[str, Any]) -> None:
         """As of `Driver`. Tensors that became known after the state was made go back to their

@@ -2,8 +2,9 @@
 over the exchange."""
 
 import functools
+import itertools
 import weakref
-from typing import Any, Callable, List, Optional, Set, Tuple, Type
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Type
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -31,6 +32,7 @@ from .horovod_internals import (
 )
 from .messages import dtypes_of
 from .operations import (
+    Chain,
     Variable,
     copied,
     failed_with,
@@ -44,6 +46,7 @@ from .running import RunningCompression
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
+_REDUCER = Collective("reducer", "")
 
 
 class GraphCompression(RunningCompression):
@@ -54,9 +57,12 @@ class GraphCompression(RunningCompression):
         super().__init__(process_set)
         # What Horovod makes of a 1 on each rank, once that is known.
         self._factor: Callable[[], Any] = lambda: None
-        # Of the function that is being traced: the number of its call, a tensor, and (gradient,
-        # what goes for it, Variable, the shape [-1]) of what was not compressed yet.
-        self._call: Tuple[Any, List[Tuple[Any, Any, Variable, Any]]] = None, []
+        # Of the call that is being traced: gradients that Horovod has not brought yet, and their
+        # results. In place of that of a gradient alone in its chain: what adds that chain to
+        # Horovod's branch, where nobody else holds the gradient; None where Horovod reduces it.
+        self._results: List[Tuple[Any, Any]] = []
+        # As Horovod reduces gradients of the call.
+        self._reduce: Callable[..., Any] = hvd.allreduce
         # Functions with operations of this compression.
         self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()
         # Each call writes it when it begins, and reads it for each variable that it has finished.
@@ -75,6 +81,10 @@ class GraphCompression(RunningCompression):
 
     # -- Horovod's interface, while it traces a function
 
+    def awaits(self, tensor: Any) -> bool:
+        """Returns whether Horovod will bring this gradient, of the call that is being traced."""
+        return any(grad is tensor for grad, _ in self._results)
+
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> Tuple[Any, Any]:
         """Called by Horovod with a variable's gradient: returns what Horovod is to reduce, and a
@@ -85,55 +95,26 @@ class GraphCompression(RunningCompression):
             raise ValueError(
                 "functions that XLA compiles cannot compress gradients: say jit_compile=False"
             )
-        if not any(grad is tensor for grad, *_ in self._call[1]):
-            self._call = self._new_call(tensor)
-        number, waiting = self._call
+        if not self.awaits(tensor):
+            self._results = self._new_call(tensor)
         # Variables that have the same one are served in order.
-        here = next(i for i, (grad, *_) in enumerate(waiting) if grad is tensor)
-        _, tensor, variable, flat = waiting.pop(here)
-        if variable.direct:
-            # It is reshaped because `_begin` may refuse the step: a control dependency would stay
-            # outside of the branch that reduces.
-            name = f"{self._label()}.{variable.number}"
-            carrier = tf.reshape(tf.cast(tensor, variable.carried), flat, name=name)
-            return carrier, (variable, tensor.dtype, [number])
-        sends_number = variable.name == self._exchange.sends_number
-        with tf.device("/cpu:0"):
-            inputs = [number, copied(tensor, variable, flat), *read_and_clear(variable.squares)]
-            dtypes = [variable.carried, *dtypes_of(variable.moved[:1]), *["int64"] * sends_number]
-            carrier, *message = python_operation(self._submit, variable, inputs, dtypes)
-            numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
-            for stage, collective in enumerate(variable.moved):
-                if stage:
-                    inputs, dtypes = [number, *message], dtypes_of([collective])
-                    message = python_operation(self._advance, variable, inputs, dtypes)
-                moved = self._move(collective, message, f"{variable.number}.{stage}")
-                message, numbers = [*moved, *numbers], []
-            # Horovod names its own reduction after what it reduces.
-            carrier = tf.identity(carrier, name=f"{self._label()}.{variable.number}")
-        return carrier, (variable, tensor.dtype, [number, *message])
+        here = next(i for i, (grad, _) in enumerate(self._results) if grad is tensor)
+        _, result = self._results.pop(here)
+        if callable(result):
+            with tf.device("/cpu:0"):
+                (result,) = result()
+        # The results are there: TensorFlow leaves out a reduction that nobody reads.
+        return (tensor, None) if result is None else (tf.zeros(1), result)
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod with what it reduced: returns the gradient."""
-        if ctx is None:
-            return tensor
-        variable, dtype, (number, *brought) = ctx
-        with tf.device("/cpu:0"):
-            inputs = [number, tf.raw_ops.Snapshot(input=tensor), *brought]
-            finish = functools.partial(self._finish, half=dtype == tf.float16)
-            (result,) = python_operation(finish, variable, inputs, [variable.result])
-            when_differentiated(result, tell_of_missing_gradients)
-            with tf.control_dependencies([result]):
-                # TensorFlow drops what is read and not used.
-                tf.identity(self._turn.read_value())
-        result.set_shape(variable.shape)
-        return tf.cast(result, dtype)
+        return tensor if ctx is None else tf.identity(ctx)
 
-    def _new_call(self, tensor: Any) -> Tuple[Any, List[Tuple[Any, Any, Variable, Any]]]:
+    def _new_call(self, tensor: Any) -> List[Tuple[Any, Any]]:
         """The next call of the function that is being traced, for all gradients that Horovod
-        compresses with this one, as `_call` has it."""
-        grads, sources, factor, process_set, optimizer = reduction_of(tensor)
+        compresses with this one, as `_results` has it."""
+        grads, sources, factor, process_set, optimizer, self._reduce = reduction_of(tensor)
         self.check_process_set(process_set)
         self._factor = factor
         self._exchange.handover.check_host(factor())
@@ -183,7 +164,70 @@ class GraphCompression(RunningCompression):
                 for collective in variable.moved
             ):
                 number = self._counted(number, variables[0])
-        return number, list(zip(dense, sent, variables, flat))
+            results = self._results_of(variables, number, sent, flat)
+        return [(grad, results.get(place)) for place, grad in enumerate(dense)]
+
+    def _results_of(
+        self, variables: List[Variable], number: Any, grads: List[Any], flat: List[Any]
+    ) -> Dict[int, Any]:
+        """Adds chains to the graph around Horovod's branches. Returns by place what `_results` has.
+        number: the call's; flat: for each gradient the shape [-1]."""
+        results: Dict[int, Any] = {}
+        for chain, places in self._chains(variables, grads):
+            its, shapes = ([each[place] for place in places] for each in (grads, flat))
+            exchange = functools.partial(self._exchanged, chain, number, its, shapes)
+            if len(its) == 1:
+                made = [exchange]
+            elif self._elastic:
+                # A rank that is alone takes its step where gradients are applied.
+                as_they_are = functools.partial(tf.nest.map_structure, tf.identity, its)
+                made = tf.cond(hvd.size_op() > 1, exchange, as_they_are)
+            else:
+                made = exchange()
+            results.update(zip(places, made))
+        return results
+
+    def _chains(self, variables: List[Variable], grads: List[Any]) -> List[Tuple[Chain, List[int]]]:
+        """Variables of a call, by what goes the same way, and their places among all. A second
+        gradient of a variable is left out: only of plain ones there are such."""
+        places: Dict[str, int] = {}
+        for place, variable in enumerate(variables):
+            places.setdefault(variable.name, place)
+        groups = self._exchange.groups(
+            {name: variables[place].carried for name, place in places.items()}
+        )
+        chains = []
+        for names in groups:
+            its = [places[name] for name in names]
+            halves = [grads[place].dtype == tf.float16 for place in its]
+            chains.append((Chain([variables[place] for place in its], names, halves), its))
+        return chains
+
+    def _exchanged(self, chain: Chain, number: Any, grads: List[Any], flat: List[Any]) -> List[Any]:
+        """Adds the operations of a chain; returns its results, in the types of its gradients."""
+        first, dtypes = chain.variables[0], [grad.dtype for grad in grads]
+        inputs = [number, *map(copied, grads, chain.variables, flat)]
+        inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
+        sends_number = self._exchange.sends_number in chain.names
+        made = [first.carried, *dtypes_of(first.moved[:1]), *["int64"] * sends_number]
+        carrier, *message = python_operation(self._submit, chain, inputs, made)
+        numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
+        for stage, collective in enumerate(first.moved):
+            if stage:
+                inputs, made = [number, *message], dtypes_of([collective])
+                message = python_operation(self._advance, chain, inputs, made)
+            moved = self._move(collective, message, f"{first.number}.{stage}")
+            message, numbers = [*moved, *numbers], []
+        (reduced,) = self._move(_REDUCER, [carrier], str(first.number))
+        made = [its.result for its in chain.variables]
+        results = python_operation(self._finish, chain, [number, reduced, *message], made)
+        when_differentiated(results[0], tell_of_missing_gradients)
+        with tf.control_dependencies(results[:1]):
+            # TensorFlow drops what is read and not used.
+            tf.identity(self._turn.read_value())
+        for result, its in zip(results, chain.variables):
+            result.set_shape(its.shape)
+        return list(map(tf.cast, results, dtypes))
 
     def _check_serves(self, optimizer: Any) -> None:
         """Raises ValueError where the compression is bound to another optimizer."""
@@ -233,7 +277,6 @@ class GraphCompression(RunningCompression):
         known = min(filled, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
         depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
-        factor, divisor = self._factor, divisor_of(self._served)
         optimizer = self._served or self._optimizer
         begin = functools.partial(
             self._begin,
@@ -241,7 +284,8 @@ class GraphCompression(RunningCompression):
             known,
             variables if depends else [],
             self._traces,
-            lambda: factor() / divisor,
+            self._factor,
+            divisor_of(self._served),
         )
         inputs = [learning_rate_of(optimizer)]
         inputs += [steps_of(optimizer)] if self._takes_over else []
@@ -269,16 +313,18 @@ class GraphCompression(RunningCompression):
 
     def _move(self, collective: Collective, message: List[Any], name: str) -> List[Any]:
         """Adds the operation that moves a message; returns what it brings, in as many tensors."""
+        verb = "allreduce" if collective == _REDUCER else collective.verb
         # Named as Horovod names its own: hvd.elastic.run knows by that whose errors mean that a
         # rank is gone.
         options = {
-            "name": f"Horovod{collective.verb.capitalize()}_{self._label()}.{name}",
+            "name": f"Horovod{verb.capitalize()}_{self._label()}.{name}",
             "process_set": self._process_set,
             "ignore_name_scope": True,
         }
         if collective.verb == "allreduce":
             options["op"] = _OPS[collective.op]
-        moved = getattr(hvd, collective.verb)(*message, **options)
+        move = self._reduce if collective == _REDUCER else getattr(hvd, verb)
+        moved = move(*message, **options)
         # An alltoall brings two.
         return [tf.raw_ops.Snapshot(input=tensor) for tensor in tf.nest.flatten(moved)]
 
@@ -320,12 +366,19 @@ class GraphCompression(RunningCompression):
         if not known:
             return grads_and_vars
         self._note_traces()
-        grads, variables = [grads_and_vars[i][0] for i in known], list(known.values())
+        order = list(known)
+        grads = [grads_and_vars[i][0] for i in order]
+        chains = self._chains(list(known.values()), grads)
+        # In the order of chains.
+        order = [order[place] for _, places in chains for place in places]
+        grads = [grads_and_vars[i][0] for i in order]
 
         def alone() -> List[Any]:
-            squares = [read for variable in variables for read in read_and_clear(variable.squares)]
-            step = functools.partial(with_denormals, self._step_alone, variables)
-            inputs = [*grads, learning_rate_of(optimizer), *squares]
+            inputs, given = [learning_rate_of(optimizer)], iter(grads)
+            for chain, places in chains:
+                inputs += itertools.islice(given, len(places))
+                inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
+            step = functools.partial(with_denormals, self._step_alone, [its for its, _ in chains])
             return tf.numpy_function(step, inputs, [grad.dtype for grad in grads])
 
         with tf.device("/cpu:0"):
@@ -333,7 +386,7 @@ class GraphCompression(RunningCompression):
                 hvd.size_op() > 1, lambda: [tf.identity(grad) for grad in grads], alone
             )
         changed = list(grads_and_vars)
-        for (i, variable), result in zip(known.items(), results):
-            result.set_shape(variable.shape)
+        for i, result in zip(order, results):
+            result.set_shape(known[i].shape)
             changed[i] = result, grads_and_vars[i][1]
         return changed

@@ -67,13 +67,15 @@ def _factor(process_set: Any, op: Any, prescale: float, postscale: float) -> flo
 
 class Reduction(NamedTuple):
     """Gradients that Horovod reduces together. factor: returns the factor of a 1 on each rank in
-    the result; optimizer: Horovod's, None for a tape."""
+    the result; optimizer: Horovod's, None for a tape; reduce: makes what Horovod makes of a
+    gradient."""
 
     grads: Sequence[Any]
     variables: Sequence[Any]
     factor: Callable[[], float]
     process_set: Any
     optimizer: Any
+    reduce: Callable[..., Any]
 
 
 def reduction_of(tensor: Any) -> Reduction:
@@ -87,15 +89,17 @@ def reduction_of(tensor: Any) -> Reduction:
             and variables is not None
             and any(grad is tensor for grad in grads)
         ):
-            factor = functools.partial(
-                _factor,
-                known.get("process_set"),
-                known.get("op"),
-                known.get("prescale_factor", 1.0),
-                known.get("postscale_factor", 1.0),
-            )
+            process_set, op = known.get("process_set"), known.get("op")
+            if op == hvd.Adasum:
+                raise ValueError(
+                    "op=Adasum is not supported: it takes each gradient by itself. Say hvd.Average "
+                    "or hvd.Sum"
+                )
+            scales = {key: known.get(key, 1.0) for key in ("prescale_factor", "postscale_factor")}
+            factor = functools.partial(_factor, process_set, op, *scales.values())
+            reduce = functools.partial(hvd.allreduce, op=op, **scales)
             optimizer = next(filter(is_horovods, owners()), None)
-            return Reduction(grads, variables, factor, known.get("process_set"), optimizer)
+            return Reduction(grads, variables, factor, process_set, optimizer, reduce)
     raise ValueError(
         "this compression is for hvd.DistributedOptimizer and hvd.DistributedGradientTape of "
         "Horovod 0.28, which reduce the gradients "

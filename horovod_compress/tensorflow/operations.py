@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from typing import Any, Callable, Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -27,9 +27,10 @@ class Variable:
     carried: str = "float32"  # dtype of what the reducer reduces
     # Those of the messages that travel beside it.
     moved: Sequence[Collective] = ()
-    # Whether nothing is done to its gradients before Horovod reduces them, so that they need no
-    # operation of ours.
-    direct: bool = False
+    # Whether nothing is done to its gradients, so that Horovod may reduce them by itself.
+    plain: bool = False
+    # Alike for variables whose gradients go the same way.
+    kin: int = 0
     # A tf.Variable, the sum of its passes' squared gradients, where moments=microbatch.
     squares: Any = None
     # Whether one of its passes was traced.
@@ -39,6 +40,20 @@ class Variable:
     def result(self) -> str:
         """The dtype of gradients in the exchange, and of its results."""
         return "float64" if self.carried == "float64" else "float32"
+
+
+class Chain(NamedTuple):
+    """Variables whose gradients go the same way in a call, and so through the same operations.
+    names: theirs; halves: of each, whether its gradients are of float16."""
+
+    variables: Sequence[Variable]
+    names: Tuple[str, ...]
+    halves: Sequence[bool]
+
+    @property
+    def inputs(self) -> int:
+        """The number of arrays that a step takes: gradients, and their squares where needed."""
+        return sum(1 + (variable.squares is not None) for variable in self.variables)
 
 
 def copied(grad: Any, variable: Variable, flat: Any) -> Any:
@@ -80,16 +95,16 @@ def identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...
 
 def python_operation(
     function: Callable[..., Sequence[np.ndarray]],
-    variable: Variable,
+    chain: Chain,
     inputs: List[Any],
     dtypes: List[str],
 ) -> List[Any]:
-    """Adds an operation that calls function(variable, arrays of the inputs…); returns its outputs,
-    of these dtypes."""
+    """Adds an operation that calls function(chain, arrays of the inputs…); returns its outputs, of
+    these dtypes."""
     # It is not stateful: TensorFlow would run such operations one after the other, with a round
     # over the network in between.
     return tf.numpy_function(
-        functools.partial(with_denormals, function, variable),
+        functools.partial(with_denormals, function, chain),
         inputs,
         list(map(tf.as_dtype, dtypes)),
         stateful=False,

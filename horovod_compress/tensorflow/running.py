@@ -1,6 +1,7 @@
 """The work of a compression's operations while a graph runs."""
 
-from typing import Any, Callable, List, Optional, Tuple
+import itertools
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from ..adapters.binding import warn_once
 from ..protocol.handshake import REDUCES_ONLY, error_of_joined
 from .applied import Applied, Repetitions, Served
 from .messages import Message
-from .operations import Variable, first_values, squared_norm_of
+from .operations import Chain, Variable, first_values, squared_norm_of
 from .variables import VariableCompression
 
 # Numbers as large as this become infinite in float16.
@@ -40,12 +41,14 @@ class RunningCompression(VariableCompression):
         depending: List[Any],
         traces: int,
         factor: Callable[[], float],
+        divisor: int,
         scale: np.ndarray,
         *arrays: np.ndarray,
     ) -> Tuple[np.int64, np.ndarray]:
-        """depending: variables whose gradients depend on the bound optimizer; arrays: values of
-        `known`, where there is one; the learning rate; the optimizer's steps, where its momentum is
-        taken over; all gradients, where they are clipped."""
+        """depending: variables whose gradients depend on the bound optimizer; factor: returns what
+        Horovod makes of a 1 on each rank, which is divided by `divisor` afterwards; arrays: values
+        of `known`, where there is one; the learning rate; the optimizer's steps, where its momentum
+        is taken over; all gradients, where they are clipped."""
         if traces != self._traces:
             raise ValueError(
                 "a function was traced before compression.switch(), and holds on to that trace: "
@@ -79,49 +82,57 @@ class RunningCompression(VariableCompression):
         lr = float(next(given))
         steps = int(next(given)) if self._takes_over else 0
         clips = compressor.policy.clip_norm is not None
-        squared_norm = factor() ** 2 * squared_norm_of(given) if clips else None
-        number = self._exchange.begin(
-            self._process_set.rank(), self._process_set.size(), float(scale), lr, squared_norm
-        )
+        squared_norm = (factor() / divisor) ** 2 * squared_norm_of(given) if clips else None
+        rank, size = self._process_set.rank(), self._process_set.size()
+        number = self._exchange.begin(rank, size, float(scale), lr, factor(), squared_norm)
         if self._takes_over:
             self._repetitions.check(names, number, steps, self._exchange.counts)
         return np.int64(number), np.full((len(names), 1), -1, np.int32)
 
     def _check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
-        self._exchange.count(ranks.nbytes)
+        self._exchange.count(ranks.nbytes, ranks.nbytes)
         size = self._process_set.size()
         gone = size - int(ranks[0])
         if gone:
             raise error_of_joined(gone, size, [], REDUCES_ONLY)
         return number
 
-    def _submit(
-        self, variable: Variable, call: int, grad: np.ndarray, *squares: np.ndarray
+    def _submit(self, chain: Chain, call: int, *arrays: np.ndarray) -> List[np.ndarray]:
+        grads, squares = self._of_types(chain, arrays)
+        return self._exchange.submit(chain.names, call, grads, squares)
+
+    def _advance(self, chain: Chain, call: int, *brought: np.ndarray) -> Message:
+        return self._exchange.advance(chain.names, call, brought)
+
+    def _finish(
+        self, chain: Chain, call: int, reduced: np.ndarray, *brought: np.ndarray
     ) -> List[np.ndarray]:
-        grad = self._of_type(variable, grad)
-        return self._exchange.submit(variable.name, grad, call, *(a.reshape(-1) for a in squares))
+        results = self._exchange.finish(chain.names, call, reduced, brought)
+        return self._checked(chain, results)
 
-    def _advance(self, variable: Variable, call: int, *brought: np.ndarray) -> Message:
-        return self._exchange.advance(variable.name, call, brought)
-
-    def _step_alone(self, variables: List[Variable], *arrays: np.ndarray) -> List[np.ndarray]:
-        grads, given = arrays[: len(variables)], iter(arrays[len(variables) :])
-        lr = float(next(given))
+    def _step_alone(self, chains: List[Chain], lr: float, *arrays: np.ndarray) -> List[np.ndarray]:
+        given, grads = iter(arrays), []
+        parts = [list(itertools.islice(given, chain.inputs)) for chain in chains]
+        for chain, its in zip(chains, parts):
+            for i, variable in enumerate(chain.variables):
+                wide = np.float64 if variable.is_float64 else np.float32
+                its[i] = np.array(its[i], wide).reshape(-1)
+                grads.append(its[i])
         clips = self._compressor.policy.clip_norm is not None
-        call = self._exchange.begin(0, 1, 1.0, lr, squared_norm_of(grads) if clips else None)
-        results = []
-        for variable, grad in zip(variables, grads):
-            squares = next(given).reshape(-1) if variable.squares is not None else None
-            flat = np.array(grad, np.float64 if variable.is_float64 else np.float32).reshape(-1)
-            result = self._exchange.step_alone(
-                variable.name, self._of_type(variable, flat), call, squares
-            )
-            results.append(
-                self._checked(variable, result, grad.dtype == np.float16).astype(
-                    grad.dtype, copy=False
-                )
-            )
+        norm = squared_norm_of(grads) if clips else None
+        call = self._exchange.begin(0, 1, lr=float(lr), squared_norm=norm)
+        results: List[np.ndarray] = []
+        for chain, its in zip(chains, parts):
+            taken = self._exchange.step_alone(chain.names, call, *self._of_types(chain, its))
+            results += self._checked(chain, taken)
         return results
+
+    def _of_types(
+        self, chain: Chain, arrays: Sequence[np.ndarray]
+    ) -> Tuple[List[np.ndarray], List[np.ndarray]]:
+        """Gradients in the types in which the exchange takes them, and the squares behind them."""
+        squares = [each.reshape(-1) for each in arrays[len(chain.names) :]]
+        return list(map(self._of_type, chain.variables, arrays)), squares
 
     def _of_type(self, variable: Variable, grad: np.ndarray) -> np.ndarray:
         """The gradient in the type in which the exchange takes it."""
@@ -134,15 +145,9 @@ class RunningCompression(VariableCompression):
             self._tell_of_float32(variable.name)
         return narrow
 
-    def _finish(
-        self, variable: Variable, call: int, reduced: np.ndarray, *brought: np.ndarray, half: bool
-    ) -> List[np.ndarray]:
-        if variable.direct:  # Horovod has reduced it already.
-            self._exchange.submit(variable.name, reduced.reshape(-1), call)
-        result = self._exchange.finish(variable.name, call, reduced.reshape(-1), brought)
-        return [self._checked(variable, result, half)]
-
-    def _checked(self, variable: Variable, result: np.ndarray, half: bool) -> np.ndarray:
-        if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
-            self._exchange.fail(variable.name)
-        return result.reshape(variable.shape)
+    def _checked(self, chain: Chain, results: List[np.ndarray]) -> List[np.ndarray]:
+        """Results in the shapes of variables. Those that are too large for float16 fail."""
+        for name, result, half in zip(chain.names, results, chain.halves):
+            if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
+                self._exchange.fail(name)
+        return [its.reshape(each.shape) for each, its in zip(chain.variables, results)]

@@ -88,7 +88,8 @@ class UnboundCompression(Unbound):
     def compress(self, tensor: Any) -> Tuple[Any, Any]:
         """Called by Horovod with a variable's gradient, while a function is traced: Horovod keeps
         its compression where it cannot be replaced."""
-        bound = self._of(reduction_of(tensor))
+        awaiting = (bound for bound in self._bound.values() if bound.awaits(tensor))
+        bound = next(awaiting, None) or self._of(reduction_of(tensor))
         compressed, context = bound.compress(tensor)
         return compressed, (bound, context)
 

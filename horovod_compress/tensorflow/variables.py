@@ -64,7 +64,7 @@ class VariableCompression(HorovodBinding):
         if new:
             self._make_known(new)
         for key, times in collections.Counter(keys).items():
-            if times > 1 and not self._variables[key].direct:
+            if times > 1 and not self._variables[key].plain:
                 raise ValueError(
                     f"{self._variables[key].name} is twice among the variables of one call, and "
                     f"what is kept of its gradients would be used twice: give each variable once"
@@ -114,7 +114,7 @@ class VariableCompression(HorovodBinding):
         dense = not variable.moved and variable.carried != "float16" and not clips
         # What is owed of earlier gradients is added to the next one.
         owes = DEBT in tensor.state.arrays
-        variable.direct = dense and not owes
+        variable.plain, variable.kin = dense and not owes, tensor.kin
         if tensor.compressor.policy.moments != "microbatch":
             variable.squares, variable.observed = None, False
         elif variable.squares is None:

@@ -1,11 +1,8 @@
 """Gradients that are told, for what PyTorch and TensorFlow must make alike of them."""
 
-from unittest import mock
-
 import numpy as np
 
 from horovod_compress import simulate
-from horovod_compress.engine import group
 
 SHAPES = {"matrix": (40, 50), "kernel": (8, 6, 3, 3), "wide": (3, 900), "bias": (40,)}
 SPECS = (
@@ -54,13 +51,11 @@ def sent_of_tensors(compression):
     return sum(each["bytes_sent"] for each in compression.stats_by_tensor().values())
 
 
-def assert_simulated(spec, rank, size, results, sent, most=group.MOST):
+def assert_simulated(spec, rank, size, results, sent):
     """That a rank has what `simulate` gives, to the last bit and to the byte. So what every
-    framework gives is the same. results[step][name]; sent: bytes of all steps; most: elements of a
-    group."""
+    framework gives is the same. results[step][name]; sent: bytes of all steps."""
     every = range(size)
-    with mock.patch.object(group, "MOST", most):
-        expected = simulate(spec, [[gradients(each, s) for each in every] for s in range(STEPS)])
+    expected = simulate(spec, [[gradients(each, s) for each in every] for s in range(STEPS)])
     for step, (found, means) in enumerate(zip(results, expected.mean)):
         for name, mean in means.items():
             assert np.array_equal(found[name], mean), f"{spec}: {name} differs in step {step}"

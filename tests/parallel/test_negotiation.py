@@ -17,13 +17,13 @@ _FRAMEWORKS = {"cases": "horovod.torch", "tensorflow_cases": "horovod.tensorflow
             "cases",
             {"gathers_with_steps_that_are_told": 1, "splits_with_steps_that_are_told": 2},
         ),
-        ("tensorflow_cases", {"gathers_with_steps_that_are_told": 14}),
+        ("tensorflow_cases", {"gathers_with_steps_that_are_told": 1}),
     ],
     ids=["torch", "tensorflow"],
 )
 def test_nothing_is_negotiated_once_frames_keep_their_lengths(tmp_path, cases, at_first):
-    """ResNet-50's first 40 tensors, of which 14 are gathered, in PyTorch as one group, which is one
-    message. What a rank sends to rank 0 in a step is what it negotiates."""
+    """ResNet-50's first 40 tensors, of which 14 are gathered, as one group, which is one message.
+    What a rank sends to rank 0 in a step is what it negotiates."""
     pytest.importorskip(_FRAMEWORKS[cases])
     outcome = launch(
         tmp_path,

@@ -399,7 +399,8 @@ def threads_train_models_of_their_own():
 @case()
 def gathers_with_steps_that_are_told():
     """Steps with ResNet-50's first gradients, after each of which a rank says so: where Horovod
-    logs, for lines of two streams come in any order."""
+    logs, for lines of two streams come in any order. They are two groups, of which one is
+    gathered."""
     shapes = dict(itertools.islice(MODELS["resnet50"]().items(), 40))
     variables = [
         tf.Variable(tf.zeros(shape), name=name.replace(".", "_")) for name, shape in shapes.items()
@@ -423,6 +424,10 @@ def gathers_with_steps_that_are_told():
         tape = hvdt.DistributedGradientTape(tape, compression=compression)
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
 
+    types = [op.type for op in step.get_concrete_function(given[0]).graph.get_operations()]
+    # The call begins, ranks are counted; groups are submitted and finished.
+    assert sum(each.startswith("PyFunc") for each in types) == 2 + 2 * 2
+    assert [types.count(f"HorovodAll{each}") for each in ("gather", "reduce")] == [1, 1 + 2]
     for number in range(30):
         step(given[number % 2])
         print(f"step {number} of rank {hvd.rank()}", flush=True)

@@ -196,12 +196,12 @@ def a_gradient_of_a_call_that_is_forgotten():
     exchange.add("w", (3, 4), compressor)
     first, *_, last = (exchange.begin(0, 2) for _ in range(101))
     with raises(RuntimeError, "w: its gradient came after 100 later calls"):
-        exchange.submit("w", grad.copy(), first)
-    exchange.submit("w", grad.copy(), last)
+        exchange.submit(("w",), first, [grad.copy()])
+    exchange.submit(("w",), last, [grad.copy()])
     exchange.rollback()
     exchange.switch(compressor, {"w": ((3, 4), compressor)}, {})
     with raises(RuntimeError, "w: its gradient came", "or after compression.switch()"):
-        exchange.submit("w", grad.copy(), last)
+        exchange.submit(("w",), last, [grad.copy()])
 
 
 @case(2)
