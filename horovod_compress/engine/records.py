@@ -66,12 +66,10 @@ class Record(_Record, total=False):
 
 
 class Candidate(TypedDict, total=False):
-    """A candidate that auto() has tried. seconds: the median step; steps: how many counted;
-    error: the share of the first gradient's squared norm that it held back."""
+    """A candidate that auto() has tried. seconds: the median step; steps: how many counted."""
 
     seconds: Optional[float]
     steps: int
-    error: float
 
 
 class Plan(TypedDict):

@@ -49,7 +49,6 @@ class Topology:
             self.name, self.weights = "matrix", _checked(given, self.size)
         values = np.linalg.eigvalsh(self.weights)[:-1]
         self.rho = float(np.abs(values).max(initial=0.0))
-        self.mu = float(np.abs(values - 1).max(initial=0.0))
         if self.rho > 1 - 1e-9:
             raise ValueError(
                 "topology: with these weights ranks' differences never become smaller (an "
@@ -57,20 +56,9 @@ class Topology:
                 "those that exchange larger ones"
             )
 
-    @property
-    def dcd_bound(self) -> float:
-        """DCD-PSGD is known to converge where messages change by less than this part of their norm,
-        (1 − ρ)/(2μ) (Tang et al., arXiv 1803.06443)."""
-        return (1 - self.rho) / (2 * self.mu) if self.mu else math.inf
-
     def neighbors(self, rank: int) -> List[int]:
         """The ranks that a rank exchanges with, ascending."""
         return [int(other) for other in np.flatnonzero(self.weights[rank]) if other != rank]
-
-    @property
-    def degree(self) -> int:
-        """The most neighbors that a rank has."""
-        return max(len(self.neighbors(rank)) for rank in range(self.size))
 
     @functools.cached_property
     def diameter(self) -> int:

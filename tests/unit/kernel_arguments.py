@@ -385,7 +385,6 @@ def decode_signs(a):
 ELSEWHERE = {
     # Have a choice, of what they send or how they round, or compute nothing.
     "add_to_residual",
-    "add_sample_squares",
     "encode_sparse",
     "encode_topk",
     "flush_denormals",

@@ -11,7 +11,6 @@ namespace dense { void bind(py::module_& m); }
 namespace frames { void bind(py::module_& m); }
 namespace lowrank { void bind(py::module_& m); }
 namespace quantization { void bind(py::module_& m); }
-namespace samples { void bind(py::module_& m); }
 namespace selection { void bind(py::module_& m); }
 namespace sparse { void bind(py::module_& m); }
 
@@ -50,5 +49,4 @@ PYBIND11_MODULE(_native, m) {
     hc::sparse::bind(m);
     hc::dense::bind(m);
     hc::lowrank::bind(m);
-    hc::samples::bind(m);
 }

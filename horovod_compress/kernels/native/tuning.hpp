@@ -92,7 +92,7 @@ constexpr int kEliasNear = 64;
 // of levels each.
 constexpr int kEliasLook = 11, kEliasSpan = 8;
 
-// Products with few vectors (lowrank.cpp, samples.cpp).
+// Products with few vectors (lowrank.cpp).
 
 // Rows and vectors that are worked on together: what is loaded serves several products.
 constexpr std::size_t kHeight = 4, kVectors = 4;

@@ -44,12 +44,10 @@ from .quantization import (
     quantize,
 )
 from .random import draw_coordinates, random_bits
-from .samples import add_sample_squares
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse, decode_sparse, encode_sparse
 
 __all__ = [
-    "add_sample_squares",
     "add_to_residual",
     "add_up",
     "apply_momentum",
@@ -110,7 +108,6 @@ def _quiet(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 # Of one array, or none.
 _ALONE = {
-    "add_sample_squares",
     "draw_coordinates",
     "flush_denormals",
     "open_frames",
