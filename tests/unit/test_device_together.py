@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import Arguments
-from one_tensor import One, cpu
+from one_tensor import cpu
 from tiers import examples
 
 from horovod_compress import get_compressor
@@ -265,21 +265,21 @@ def arguments_of(name, data):
 @examples(10)
 @given(data=st.data())
 def test_tensors_of_a_list_are_as_each_alone(name, data):
-    """With options of their own, in any order."""
+    """With options of their own, in any order: as each is on the CPU, which test_device.py compares
+    one tensor on a device with."""
     together, alone = [], []
     for _ in range(data.draw(st.integers(2, 4))):
         given, arrays = arguments_of(name, data)
-        for calls in (together, alone):
+        for calls, where in ((together, on_device), (alone, np.copy)):
             calls.append(
                 {
-                    key: on_device(value) if key in arrays and value is not None else value
+                    key: where(value) if key in arrays and value is not None else value
                     for key, value in given.items()
                 }
             )
     with np.errstate(all="ignore"):
         assert_same(
-            all_at_once(device, name, together),
-            [getattr(One(device), name)(**call) for call in alone],
+            all_at_once(device, name, together), [getattr(cpu, name)(**call) for call in alone]
         )
     assert_same(together, alone)
 
