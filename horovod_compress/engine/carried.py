@@ -1,7 +1,7 @@
 """The steps of tensors whose payloads are carriers: the reducer takes them one by one, as gradients
 come."""
 
-from typing import Any, Dict, Iterable, List, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 import numpy as np
 
@@ -9,7 +9,8 @@ from ..compressors.base import Step
 from .contract import check_payloads
 from .extension import Extension
 from .group import Group
-from .step import GroupStep, begin, end_steps, subtract_bases
+from .pending import LAST
+from .step import begin, end_steps, subtract_bases
 from .tensor import Tensor
 
 
@@ -17,11 +18,16 @@ class CarriedStep:
     """The open step of a group whose payloads are the reducer's carriers: tensors come one by one,
     and results that have come are decoded together."""
 
+    stage = LAST
+
     def __init__(self, group: Group, features: Sequence[Extension]) -> None:
         self.group, self._features = group, features
         self.tensors: List[Tensor] = []
-        # Results that are not decoded yet: the number of their tensor among those that came, what
-        # the reducer made of its carrier, and where the result is to be.
+        # By name, of what the reducer has: its number among those that came, and its gradient's
+        # memory.
+        self.reducing: Dict[str, Tuple[int, Any]] = {}
+        # Results that are not decoded yet: the number of their tensor, what the reducer made of its
+        # carrier, and where the result is to be.
         self.arrived: List[Tuple[int, np.ndarray, np.ndarray]] = []
         self._bases: Dict[int, np.ndarray] = {}
         self._gain = 1.0
@@ -35,6 +41,7 @@ class CarriedStep:
         if step.base is not None:
             bases, steps = subtract_bases(compressor, grads, steps)
             self._bases.update((len(self.tensors), base) for _, base in bases)
+        self.reducing[tensor.name] = len(self.tensors), grad
         self.tensors.append(tensor)
         if self.group.on_device or type(grad) is not np.ndarray:
             self.group.follow(its, grads)
@@ -74,17 +81,6 @@ class CarriedStep:
         end_steps(self.tensors, succeeded)
         for feature in self._features:
             feature.ended(self.tensors, succeeded)
-
-
-def end(step: Union[GroupStep, CarriedStep], succeeded: bool) -> None:
-    """Ends a group's step: goes on after its Outcome, or where it has not succeeded or not come
-    that far, rolls it back."""
-    if isinstance(step, CarriedStep):
-        step.end(succeeded)
-    elif succeeded:
-        next(step, None)
-    else:
-        step.close()
 
 
 def _alike(arrived: Sequence[Tuple[int, Any, Any]]) -> Iterable[List[List[Any]]]:

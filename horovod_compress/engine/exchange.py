@@ -21,12 +21,12 @@ from ..protocol.machine import Machine
 from ..protocol.requests import Allgather, Allreduce, Alltoall, Final, StepNorm
 from ..transport.base import Transport
 from . import checkpoint
-from .carried import CarriedStep, end
+from .carried import CarriedStep
 from .driver import Driver, Transaction
 from .group import Group, form
 from .joint import exchange_jointly
 from .momentum import follow, matched
-from .pending import DONE, FAILED, FILLING, JOINT, LAST, NORM, ROUND, Carried, Pending, Stage
+from .pending import DONE, FAILED, FILLING, JOINT, LAST, NORM, ROUND, Pending, Stage
 from .tensor import Tensor
 
 _CARRIER = 4  # bytes of a single 1
@@ -74,10 +74,10 @@ class Exchange(Driver):
         self.expect(index=index, rank=self.transport.rank, size=self.transport.size)
         self._transaction = Transaction()
         # Of this step: what was submitted by name, and what of that is not finished.
-        self._submitted: Dict[str, Union[Pending, Carried]] = {}
-        self._open: Dict[str, Union[Pending, Carried]] = {}
+        self._submitted: Dict[str, Union[Pending, CarriedStep]] = {}
+        self._open: Dict[str, Union[Pending, CarriedStep]] = {}
         # By group, in the order of their first tensors; and names that are not in their group's.
-        self._steps: Dict[Group, Union[Pending, Carried]] = {}
+        self._steps: Dict[Group, Union[Pending, CarriedStep]] = {}
         self._alone: set = set()
         # With sums: waits for the ranks' numbers of this step; False once they were compared.
         self._numbers: Any = None
@@ -129,10 +129,9 @@ class Exchange(Driver):
         self._latest = self._transaction
         self._transaction.tensors.append(tensor)
         self._submitted[name] = self._open[name] = pending
-        if isinstance(pending, Carried):
+        if isinstance(pending, CarriedStep):
             started = time.perf_counter()
-            pending.reducing[name] = len(pending.step.tensors), grad
-            carrier = pending.step.carry(tensor, grad, step)
+            carrier = pending.carry(tensor, grad, step)
             tensor.counters["encode_seconds"] += time.perf_counter() - started
             return carrier
         tensor.carrier[0] = 1
@@ -164,7 +163,7 @@ class Exchange(Driver):
 
     def _begin_pending(self, group: Group, tensors: List[Tensor], step: Step) -> Any:
         if group.carried:
-            pending: Any = Carried(group, CarriedStep(group, self._features(tensors, [step])))
+            pending: Any = CarriedStep(group, self._features(tensors, [step]))
         else:
             pending = Pending(group, len(tensors))
             if tensors and tensors[0].declared[-1].verb != "allreduce":
@@ -230,18 +229,18 @@ class Exchange(Driver):
         pending = self._open.get(name)
         if pending is None or pending.stage is FAILED:
             raise RuntimeError(f"{name}: its step has failed before: submit it again")
-        if isinstance(pending, Carried):
+        if isinstance(pending, CarriedStep):
             number, grad = pending.reducing.pop(name)
-            pending.step.arrived.append((number, reduced, grad))
+            pending.arrived.append((number, reduced, grad))
             if now or not pending.reducing:
                 self._decode_carried(pending)
         elif pending.stage is not DONE:
             self._finish_group(pending, float(reduced[0]))
         del self._open[name]
 
-    def _decode_carried(self, pending: Carried) -> None:
+    def _decode_carried(self, pending: CarriedStep) -> None:
         started = time.perf_counter()
-        self._transaction.finite &= pending.step.decode()
+        self._transaction.finite &= pending.decode()
         first = pending.group.tensors[0]
         first.counters["decode_seconds"] += time.perf_counter() - started
 
@@ -329,8 +328,7 @@ class Exchange(Driver):
                     incomplete.begin(self._features).send(None)
             finally:
                 for pending in self._steps.values():
-                    if pending.step is not None:
-                        end(pending.step, transaction.finite)
+                    pending.end(transaction.finite)
                 self._collectives.end_step()
                 self._count_step(transaction)
                 self._begin_at(self._now.index + 1)

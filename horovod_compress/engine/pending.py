@@ -4,10 +4,9 @@ import enum
 from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 from ..compressors.base import Step
-from .carried import CarriedStep
 from .extension import Extension
 from .group import Group
-from .step import GroupStep, group_step
+from .step import GroupStep, end_step, group_step
 from .tensor import Tensor
 
 
@@ -66,13 +65,7 @@ class Pending:
         self.step = group_step(self.group, self.tensors, grads, steps, concerned)
         return self.step
 
-
-class Carried:
-    """The step of a group whose payloads are carriers."""
-
-    stage = LAST
-
-    def __init__(self, group: Group, step: CarriedStep) -> None:
-        self.group, self.step = group, step
-        # By name, of what the reducer has: its number, and its gradient's memory.
-        self.reducing: Dict[str, Tuple[int, Any]] = {}
+    def end(self, succeeded: bool) -> None:
+        """Ends the step, if it has begun."""
+        if self.step is not None:
+            end_step(self.step, succeeded)

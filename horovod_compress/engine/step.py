@@ -117,6 +117,15 @@ def end_steps(tensors: Iterable[Any], succeeded: bool) -> None:
         state.rollbacks, state.sent, state.all_sent = [], None, False
 
 
+def end_step(step: GroupStep, succeeded: bool) -> None:
+    """Ends a group's step: goes on after its Outcome, or where it has not succeeded or not come
+    that far, rolls it back."""
+    if succeeded:
+        next(step, None)
+    else:
+        step.close()
+
+
 # Of tensors: the gradient's memory, and what the result is to be added to.
 Bases = List[Tuple[np.ndarray, np.ndarray]]
 

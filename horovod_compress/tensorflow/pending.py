@@ -5,11 +5,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..compressors.base import Step
-from ..engine.carried import end
 from ..engine.driver import Transaction
 from ..engine.extension import Extension
 from ..engine.group import Group
-from ..engine.step import GroupStep, group_step
+from ..engine.step import GroupStep, end_step, group_step
 from ..engine.tensor import Tensor
 from ..protocol.requests import Final, StepNorm
 from .messages import Message, answer_of
@@ -112,5 +111,5 @@ class Pending:
         """Commits the step, or rolls it back. Returns whether it has succeeded."""
         succeeded = self.transaction.finite and self.finished
         for step in [each for each, _ in self._carried] + [self._step] * (self._step is not None):
-            end(step, succeeded)
+            end_step(step, succeeded)
         return succeeded
