@@ -25,16 +25,18 @@ class Slot:
         self.name, self.param, self.following = name, param, self
         # A copy of the gradient, where its own memory does not serve.
         self._staging: Optional[torch.Tensor] = None
-        # A single number, and the tensor with its memory.
-        self._carrier: Tuple[Any, Any] = (None, None)
+        # A single number, the tensor with its memory, and a view of that.
+        self._carrier: Tuple[Any, Any, Any] = (None, None, None)
 
-    def tensor_of(self, carrier: Any) -> torch.Tensor:
-        """The tensor with a carrier's memory, made once where that is a single number."""
-        if carrier.size > 1:
-            return tensor_of(carrier)
+    def tensor_of(self, carrier: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        """(The tensor with a carrier's memory, a view of it), made once for a single number."""
         if self._carrier[0] is not carrier:
-            self._carrier = carrier, tensor_of(carrier)
-        return self._carrier[1]
+            tensor = tensor_of(carrier)
+            made = carrier, tensor, tensor.view(-1)
+            if carrier.size > 1:
+                return made[1:]
+            self._carrier = made
+        return self._carrier[1:]
 
     def load(
         self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False

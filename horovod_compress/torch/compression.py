@@ -190,12 +190,14 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             # The other's memory stays as it is.
             tensor = tensor.clone()
         memory, array, carrier = self._submit(slot, tensor)
-        sent = memory if carrier is array else slot.tensor_of(carrier)
         grad: Any = slot.param.grad
         self._submitted.append((slot, tensor, grad._version))
-        self._exchange.transport.count(sent.nbytes, sent.nbytes)
+        self._exchange.transport.count(carrier.nbytes, carrier.nbytes)
         # As `transport.horovod.keep` says; a parameter holds its own gradient.
-        kept = None if sent is grad else sent.view(-1)
+        if carrier is array:
+            sent, kept = memory, None if memory is grad else memory.view(-1)
+        else:
+            sent, kept = slot.tensor_of(carrier)
         return sent, (slot, tensor, memory, sent, carrier, kept)
 
     @torch.compiler.disable
