@@ -93,15 +93,16 @@ class Traits(NamedTuple):
 
     number: the id on the wire: below 128 this package's own, which state it; above, it follows from
     the id; paper: what it implements; on_device: whether the kernels on a device are all that it
-    needs; state_type: the class of its state; takes_base: whether `encode` subtracts `Step.base`
-    itself, and leaves the gradient as that is where it would leave it zero; takes_scale: whether
-    `encode` multiplies by `Step.scale` itself, as it must where `clip_norm` is set; accumulator:
-    which array of the state is the residual; same_kernels: whether replicas agree only where all
-    ranks have native kernels, or all the reference; ignores_size: whether results have the same
-    size whatever that of gradients is, as signs have; corrects_momentum: whether it takes over the
-    optimizer's momentum: it has options momentum, nesterov and a method bound; carries_float64:
-    whether gradients of float64 are carried as such, and do not become float32 before `encode`;
-    prefers_updates: whether with Adam it trains worse on gradients than on updates.
+    needs; state_type: the class of its state; takes_base: True if `encode` compresses the gradient
+    minus `Step.base`, and then leaves `Step.base`, not zeros, in the gradient's memory;
+    takes_scale: True if `encode` multiplies by `Step.scale` itself, as it must where `clip_norm` is
+    set; accumulator: the name of the residual among the state's arrays; same_kernels: True if
+    replicas agree only where all ranks have native kernels, or all the reference; ignores_size:
+    True if results have the same size whatever that of gradients is, as signs have;
+    corrects_momentum: True if it takes over the optimizer's momentum: it has options momentum,
+    nesterov and a method bound; carries_float64: True if gradients of float64 stay that, and do not
+    become float32 before `encode`; prefers_updates: True if with Adam it trains worse on gradients
+    than on updates.
     """
 
     number: int = -1

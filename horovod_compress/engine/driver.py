@@ -270,12 +270,12 @@ class Driver(ABC):
     ) -> None:
         """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the
         compressor being `compressor` or a variant. What was kept goes on: in the state, or where
-        that has no place for it, densely in the next step that succeeds. gains: by name, what the
-        reducer will make of a result over what it made of one, where that is not 1; factor: what it
-        makes of a 1 on each rank, None where that is not known yet, and `Handover.check_host` will
-        be told; links: other attributes of then, as `machine` and `transport`. A tensor that comes
-        new has kept nothing; what one kept that is left out is gone. ValueError, and nothing
-        changed, where compressors do not suit. The last step can no longer be discarded."""
+        that has no place for it, densely in the next step that succeeds. gains: by name, new over
+        old factor that the reducer applies to a result, where that is not 1; factor: that of a 1 on
+        each rank, None if it is not known yet, and `Handover.check_host` will be told; links: other
+        attributes from then on, as `machine` and `transport`. A new tensor has kept nothing; what a
+        tensor kept that is left out is gone. ValueError, and nothing changed, where compressors do
+        not suit. The last step can no longer be discarded."""
         self.arrays()
         before, earlier = dict(vars(self)), self._tensors
         vars(self).update(links, compressor=compressor, _tensors={}, _kins=[], _model=Model())

@@ -222,9 +222,9 @@ class Exchange(Driver):
         return sum(squares[name] for name in self._submitted if name in squares)
 
     def finish(self, name: str, reduced: np.ndarray, now: bool = True) -> None:
-        """Leaves the step's result in the memory of the gradient that was submitted: of a group
-        that was gathered or summed with that of its first tensor; of one whose payloads were
-        carriers with that of its last, or with `now` at once. reduced: the carrier as the reducer
+        """Decodes results into the gradients that were submitted. All of a group that was gathered
+        or summed are there after the first call for one of its tensors; all of a group of carriers
+        after the last call, or with `now` each after its own. reduced: the carrier as the reducer
         brought it back. A result that is not finite on some rank is not finite on all of them."""
         pending = self._open.get(name)
         if pending is None or pending.stage is FAILED:

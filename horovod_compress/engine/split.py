@@ -158,7 +158,7 @@ class Splitting(Wrapper):
 
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
         bits = self.inner.payload_bits(numel, step)
-        # In place of all ranks' payloads this rank's own comes, so to speak, and what is accepted.
+        # A rank receives its share of one payload, and `accepted` payloads.
         payloads = 1 + accepted(self.inner, step.size)
         return None if bits is None else bits * payloads / step.size
 

@@ -48,7 +48,7 @@ class Transport(ABC):
         self, name: str, payload: np.ndarray, ranks: Sequence[int]
     ) -> Callable[[], Dict[int, np.ndarray]]:
         """Starts sending a uint8 array to some ranks, and receiving theirs, of any length. All
-        ranks start it, and a rank is among another's where that is among its own.
+        ranks start it. The relation must be symmetric.
 
         Args:
             name: of the exchange, alike on all ranks.
