@@ -103,8 +103,11 @@ class GraphCompression(RunningCompression):
         if callable(result):
             with tf.device("/cpu:0"):
                 (result,) = result()
-        # The results are there: TensorFlow leaves out a reduction that nobody reads.
-        return (tensor, None) if result is None else (tf.zeros(1), result)
+        if result is None:
+            return tensor, None
+        # The result is there, and TensorFlow leaves out a reduction that nobody reads. Horovod
+        # names it after what it reduces.
+        return tf.zeros(1, name=f"{self._label()}.unread.{len(self._results)}"), result
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: Any, ctx: Any) -> Any:
