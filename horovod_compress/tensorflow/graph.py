@@ -2,7 +2,6 @@
 over the exchange."""
 
 import functools
-import itertools
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Type
 
@@ -213,7 +212,7 @@ class GraphCompression(RunningCompression):
         inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
         sends_number = self._exchange.sends_number in chain.names
         made = [first.carried, *dtypes_of(first.moved[:1]), *["int64"] * sends_number]
-        carrier, *message = python_operation(self._submit, chain, inputs, made)
+        dense, *message = python_operation(self._submit, chain, inputs, made)
         numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
         for stage, collective in enumerate(first.moved):
             if stage:
@@ -221,7 +220,7 @@ class GraphCompression(RunningCompression):
                 message = python_operation(self._advance, chain, inputs, made)
             moved = self._move(collective, message, f"{first.number}.{stage}")
             message, numbers = [*moved, *numbers], []
-        (reduced,) = self._move(_REDUCER, [carrier], str(first.number))
+        (reduced,) = self._move(_REDUCER, [dense], str(first.number))
         made = [its.result for its in chain.variables]
         results = python_operation(self._finish, chain, [number, reduced, *message], made)
         when_differentiated(results[0], tell_of_missing_gradients)
@@ -369,17 +368,16 @@ class GraphCompression(RunningCompression):
         if not known:
             return grads_and_vars
         self._note_traces()
-        order = list(known)
-        grads = [grads_and_vars[i][0] for i in order]
-        chains = self._chains(list(known.values()), grads)
+        numbers = list(known)
+        chains = self._chains(list(known.values()), [grads_and_vars[i][0] for i in numbers])
         # In the order of chains.
-        order = [order[place] for _, places in chains for place in places]
+        order = [numbers[place] for _, places in chains for place in places]
         grads = [grads_and_vars[i][0] for i in order]
 
         def alone() -> List[Any]:
-            inputs, given = [learning_rate_of(optimizer)], iter(grads)
+            inputs = [learning_rate_of(optimizer)]
             for chain, places in chains:
-                inputs += itertools.islice(given, len(places))
+                inputs += [grads_and_vars[numbers[place]][0] for place in places]
                 inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
             step = functools.partial(with_denormals, self._step_alone, [its for its, _ in chains])
             return tf.numpy_function(step, inputs, [grad.dtype for grad in grads])
