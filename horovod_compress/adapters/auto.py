@@ -2,18 +2,15 @@
 goes on with the fastest."""
 
 import contextlib
-import functools
 import logging
 import statistics
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from ..compressors import get_compressor
-from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
-from ..deprecated import by_name
 from ..engine.records import Candidate, Plan
 from ..protocol.handshake import gather
-from .binding import Binding, Unbound, is_elastic
+from .binding import Binding
 from .trials import RULE, Trials, spread
 
 _log = logging.getLogger("horovod_compress")
@@ -40,8 +37,8 @@ class Controller:
     Args:
         compression: the one that is switched.
         switch: switches it to a spec, from the next step on.
-        auto: the arguments of `Automatic`, with candidates. Steps are taken with the last one until
-            the first switch.
+        auto: the arguments of `AutoCompression`, with candidates. Steps are taken with the last one
+            until the first switch.
     """
 
     def __init__(
@@ -81,13 +78,10 @@ class Controller:
             self._switch(spec)
             self.in_force = spec
 
-    def step_ended(self, seconds: float, counts: bool = True) -> None:
-        """Takes in how long the last step took. counts: whether that is the time of a step, on this
-        rank; what does not count is not tried."""
+    def step_ended(self, seconds: float) -> None:
+        """Takes in how long the last step took."""
         if self.trials.chosen is None:
-            said = self._gathered([seconds, counts])
-            if all(each_counts for _, each_counts in said):
-                self.trials.add(max(each for each, _ in said))
+            self.trials.add(max(self._gathered(seconds)))
             if self.trials.chosen and self._is_first:
                 _log.warning("auto: %s", self._summary())
         else:
@@ -112,7 +106,8 @@ class Controller:
     def resuming(self, state: Any) -> Iterator[None]:
         """Takes over the choice that was made when a state was saved, which the body loads. Where
         it does not fit, all stays as it was."""
-        auto, before = auto_of(state), self.in_force
+        first = state[0] if isinstance(state, (list, tuple)) and state else state
+        auto, before = first.get("auto") if isinstance(first, dict) else None, self.in_force
         if auto:
             self.follow(auto["spec"])
         try:
@@ -153,57 +148,6 @@ class Controller:
         return f"{found} ({of_each}). The rule: {RULE}"
 
 
-def auto_of(state: Any) -> Optional[Dict[str, Any]]:
-    """The choice in a state, or in a list of all ranks'; None for a compression that was named."""
-    first = state[0] if isinstance(state, (list, tuple)) and state else state
-    return first.get("auto") if isinstance(first, dict) else None
-
-
-def refuse_elastic() -> None:
-    """ValueError in an elastic job."""
-    if is_elastic():
-        raise ValueError(
-            "in an elastic job ranks that join would not know what was chosen: let auto() "
-            "choose in a job of constant size, and use plan['spec']"
-        )
-
-
-class Trying(Binding):
-    """A compression with a controller, which is to be told of steps: what users call. It comes
-    before the class of the compression among the bases."""
-
-    # A Controller, once the optimizer is known.
-    _controller: Any = None
-
-    def _description(self) -> Dict[str, Any]:
-        its = {"auto": self._controller.arguments} if self._controller else {}
-        return {**super()._description(), **its}
-
-    @property
-    def plan(self) -> Plan:
-        """As of `Controller.plan`."""
-        if self._controller:
-            return self._controller.plan()
-        return {"spec": None, "ranks": self._rank_and_size()[1], "candidates": {}}
-
-    def switch(self, spec: Any, *arguments: Any, **options: Any) -> None:
-        """As of the compression; that is the choice then, and nothing is tried any more."""
-        if self._controller and (not isinstance(spec, str) or arguments or options):
-            raise ValueError(
-                "auto() keeps specs as text, and changes them itself: say "
-                "switch('dgc:ratio=0.01'), without at"
-            )
-        # Which says what is missing before the optimizer is known.
-        super().switch(spec)  # type: ignore[misc]
-        if self._controller:
-            self._controller.resume(spec, True)
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """As of the compression; the choice comes with it."""
-        its = self._controller.state() if self._controller else {}
-        return {**super().state_dict(portable), **its}  # type: ignore[misc]
-
-
 def trial_arguments(
     candidates: Optional[Sequence[str]] = None,
     probe_steps: int = 30,
@@ -211,7 +155,7 @@ def trial_arguments(
     *,
     check: Callable[[Compressor], None],
 ) -> Dict[str, Any]:
-    """The arguments of a trial, see `Automatic`, by name.
+    """The arguments of a trial, see `AutoCompression`, by name.
 
     Raises:
         ValueError: they are wrong, or `check` says so of a candidate.
@@ -234,63 +178,3 @@ def trial_arguments(
     # Which says what is wrong with them.
     Trials(candidates or default_candidates(is_sgd=True, takes_over=True), probe_steps, margin)
     return {"candidates": candidates, "probe_steps": probe_steps, "margin": margin}
-
-
-class Automatic(Unbound):
-    """A compression for hvd.DistributedOptimizer that chooses among candidates while training
-    begins, as `Trials` says.
-
-    It weighs speed only, not how well a candidate trains. The rule: another candidate than the
-    first, the dense one, wins if its median step is shorter by more than the margin and by more
-    than both interquartile ranges together, with eight steps of each, or if every dense step took
-    over twice its median. Candidates take turns of three steps, of which the first does not count.
-
-    Each step that is tried is a step of training, and what a candidate has held back goes on with
-    the next: nothing is lost. How long a step takes is seen from one to the next, so all that
-    happens in one counts, and the slowest rank's seconds count. Where steps later take 1.3 times as
-    long as they did for 50 steps, candidates are tried again.
-
-    Args:
-        candidates: specs, the dense one first; default: none, fp16, and for an SGD 1 % by dgc
-            (where it has momentum) or topk, with two limits for small tensors.
-        probe_steps: at most so many steps are tried.
-        margin: a share of the dense one's median step.
-        grad_scaler: as of `BoundCompression`.
-        discardable: as of `BoundCompression`.
-        process_set: as of `UnboundCompression`.
-
-    Raises:
-        ValueError: bad candidates, or an elastic job.
-    """
-
-    # ValueError for a candidate that cannot begin between two steps.
-    _check: Callable[[Compressor], None]
-
-    @by_name
-    def __init__(
-        self,
-        *,
-        candidates: Optional[Sequence[str]] = None,
-        probe_steps: int = 30,
-        margin: float = 0.05,
-        grad_scaler: Any = None,
-        discardable: bool = False,
-        process_set: Any = None,
-    ) -> None:
-        super().__init__(
-            "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
-        )
-        self._asked = trial_arguments(candidates, probe_steps, margin, check=self._check)
-
-    def _made_again(self) -> Tuple[Any, ...]:
-        return functools.partial(type(self), **self._asked, **self._options), ()
-
-    def __repr__(self) -> str:
-        return "<a compression that is chosen when training begins>"
-
-    @property
-    def compressor(self) -> Compressor:
-        """Raises ValueError."""
-        raise ValueError(
-            f"auto() tries compressions of gradients: name one for updates, such as {ADAM.spec}"
-        )

@@ -87,9 +87,10 @@ def find(id: str) -> Type[Compressor]:
     points = _installed().get(id)
     if not points and id == "auto":
         raise ValueError(
-            "auto is no algorithm: it tries several while training begins, where "
+            "auto is no algorithm: in PyTorch it tries several while training begins, where "
             "Compression.auto(candidates=[…]), or for ddp.compress {'id': 'auto', 'candidates': "
-            "['none', 'dgc:ratio=0.01']}, says so. As text it is auto, without options"
+            "['none', 'dgc:ratio=0.01']}, says so. As text it is auto, without options. In "
+            "TensorFlow name one: `hvdcompress check` says what pays"
         )
     if not points:
         raise ValueError(f"unknown compressor {id!r}; there are: {', '.join(ids())}")

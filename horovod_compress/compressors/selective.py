@@ -38,8 +38,8 @@ class SelectiveCompressor(Compressor):
     dense: str = option(
         OneOf("fp32", "fp16", "int8"),
         "fp32",
-        "how tensors that go dense travel; int8: rounded at random to 127 steps of the largest of "
-        "all ranks",
+        "how tensors that go dense travel; int8: rounded at random to 127 levels of the largest "
+        "value on any rank",
     )
 
     def adapted(self, shape: Tuple[int, ...]) -> Optional[Compressor]:
@@ -71,8 +71,8 @@ class GatheringCompressor(SelectiveCompressor):
     hosts: bool = option(
         Flag(),
         False,
-        "gradients are added up on each host before, in memory that its ranks share, and each rank "
-        "compresses a part of the sum",
+        "first sum gradients within each host, in shared memory; each rank then compresses a part "
+        "of the sum",
     )
 
 

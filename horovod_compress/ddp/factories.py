@@ -36,7 +36,7 @@ def compress(
         optimizer: as of `DDPCompression`.
         spec: as of `DDPCompression`, or "auto", which tries several while training begins, and goes
             on with the fastest; {"id": "auto", "candidates": […], "probe_steps": …, "margin": …}
-            says which, as `horovod_compress.adapters.auto.Automatic` does.
+            says which, as `horovod_compress.torch.AutoCompression` does.
         grad_scaler: as of `DDPCompression`.
         discardable: as of `DDPCompression`.
 

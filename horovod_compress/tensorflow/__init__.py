@@ -16,7 +16,6 @@ try:
 except ModuleNotFoundError as error:
     raise says_what_is_missing(error, "tensorflow") from error
 from .adam import AdamW
-from .auto import AutoCompression
 from .checkpoint import StateCheckpoint
 from .compression import BoundCompression
 from .factories import Compression
@@ -26,7 +25,6 @@ from .updates import ShareUpdates, UpdateOptimizer
 
 __all__ = [
     "AdamW",
-    "AutoCompression",
     "BoundCompression",
     "Compression",
     "Nesterov",

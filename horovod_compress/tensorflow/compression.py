@@ -31,7 +31,7 @@ from .applied import refuse_unreduced
 from .checks import check_elastic, check_options, check_scaler
 from .exchange import GraphExchange
 from .graph import GraphCompression
-from .horovod_internals import use_traces
+from .horovod_internals import trace_again
 from .optimizer import (
     SGD,
     before_applying,
@@ -108,8 +108,6 @@ class BoundCompression(GraphCompression):
         self._lives_on = False
         self._compressor = get_compressor(spec)
         self._chosen: Optional[_Chosen] = None  # since `bind`
-        # What traces hold of the compressor → `_traces`.
-        self._states: Dict[Hashable, int] = {}
         # Whether backward passes can be seen.
         self._watches = False
         self._exchange: GraphExchange = GraphExchange(
@@ -310,18 +308,15 @@ class BoundCompression(GraphCompression):
     @contextlib.contextmanager
     def _tracing_again(self) -> Iterator[None]:
         """Has functions traced again when they are called next, where the body changes something
-        that their traces hold; or, where it was like that before, has them go on with the traces
-        that they had then."""
+        that their traces hold."""
         before = self._traced_with()
         yield
         for variable in self._variables.values():
             self._described(variable)
-        now = self._traced_with()
-        if now != before:
-            self._states.setdefault(before, self._traces)
-            was, self._traces = self._traces, self._states.setdefault(now, len(self._states))
+        if self._traced_with() != before:
+            self._traces += 1
             for function in self._traced:
-                use_traces(function, self, was, self._traces)
+                trace_again(function)
 
     def _traced_with(self) -> Hashable:
         """The part of the compressor that traces hold."""

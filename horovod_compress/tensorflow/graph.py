@@ -332,24 +332,14 @@ class GraphCompression(RunningCompression):
 
     def _note_traces(self) -> None:
         """Keeps the functions whose traces now get operations that depend on this compression."""
-        if not tf.executing_eagerly():
-            self._traced.update(functions_under_trace())
+        self._traced.update(functions_under_trace())
 
     def _note_exchange(self) -> None:
         """The same for functions whose traces now get an exchange. Others that call these, which
         are traced already, are noted when they do."""
         self._note_traces()
         for function in functions_under_trace():
-            call_before(function, self, self._function_called)
-
-    def _function_called(self) -> None:
-        if tf.executing_eagerly():
-            self._before_call()
-        else:
-            self._note_exchange()
-
-    def _before_call(self) -> None:
-        """A call that exchanges begins, by code that is not traced."""
+            call_before(function, self, self._note_exchange)
 
     # -- what Horovod does not reduce, while it is alone
 

@@ -257,22 +257,14 @@ def trace_under_way() -> Tuple[Any, Any]:
 
 def functions_under_trace() -> List[Any]:
     """Each tf.function whose trace has led here, the innermost first."""
+    if tf.executing_eagerly():
+        return []
     return [owner for owner in owners() if isinstance(owner, Function)]
 
 
-def use_traces(function: Any, owner: Hashable, before: int, now: int) -> None:
-    """Has a tf.function go on with the traces that it had when the owner was last at the state
-    `now`, and all other owners at theirs of today; where there are none, it is traced again when it
-    is called next. before: the owner's state until now."""
-    cache = function._function_cache
-    states, kept = vars(function).setdefault("_traces_by_states", ({}, {}))
-    states.setdefault(owner, before)
-    kept[frozenset(states.items())] = dict(cache._primary), dict(cache._dispatch_dict)
-    states[owner] = now
-    cache.clear()
-    traces, tables = kept.pop(frozenset(states.items()), ({}, {}))
-    cache._primary.update(traces)
-    cache._dispatch_dict.update(tables)
+def trace_again(function: Any) -> None:
+    """Has a tf.function traced again when it is called next."""
+    function._function_cache.clear()
 
 
 def call_before(function: Any, owner: Hashable, hook: Callable[[], None]) -> None:

@@ -105,12 +105,6 @@ def steps_of(optimizer: Any) -> Any:
     return taken.read_value()
 
 
-def can_take_over(optimizer: Any) -> bool:
-    """Returns whether this is an SGD whose momentum a compression can take over, and that has
-    one."""
-    return isinstance(optimizer, SGD) and not is_plain_sgd(optimizer) and not own_step_of(optimizer)
-
-
 def own_step_of(sgd: Any) -> str:
     """The method in which an SGD's class takes steps, where that is not Keras's, so that its
     momentum cannot be taken over; else empty."""
@@ -151,18 +145,6 @@ def leave_momentum(
             return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
 
     become(optimizer, PlainSteps)
-
-
-def largest_momentum(sgd: Any) -> float:
-    """The largest element, by size, of what an SGD's own momentum holds; 0 where it has none
-    yet."""
-    legacy = isinstance(sgd, tf.keras.optimizers.legacy.Optimizer)
-    held = (
-        [each["momentum"] for each in sgd._slots.values() if "momentum" in each]
-        if legacy
-        else sgd.momentums
-    )
-    return max((float(tf.reduce_max(tf.abs(each))) for each in held), default=0.0)
 
 
 def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -> None:

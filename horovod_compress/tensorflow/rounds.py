@@ -201,9 +201,9 @@ class Rounds:
         return shared
 
     def take_part(self) -> None:
-        """Exchanges now, with what local steps have added so far, or with nothing: for a rank
-        without data or late, while others come to the end of their steps. All ranks must exchange
-        equally often."""
+        """Exchanges now, with what local steps have added so far, or with nothing. Call it on a
+        rank that has no data left, or is behind, when the other ranks end a round. All ranks must
+        exchange equally often."""
         if not self._moving:
             raise RuntimeError(
                 "take_part() comes after the first step, in which all ranks get to know the "

@@ -22,7 +22,7 @@ class RunningCompression(VariableCompression):
 
     # Horovod's optimizer, where gradients come from that.
     _served: Any = None
-    # Which of the states of `_states` traces are for.
+    # How often traces have become void.
     _traces = 0
 
     # Whether the optimizer's momentum is taken over.

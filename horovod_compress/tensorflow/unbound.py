@@ -50,8 +50,6 @@ class UnboundCompression(Unbound):
     """
 
     _bound_class: Type[BoundCompression] = BoundCompression
-    # Whether it tries several, which depend on the optimizer.
-    _tries = False
 
     @by_name
     def __init__(
@@ -136,20 +134,14 @@ class UnboundCompression(Unbound):
         if len(found) == 1:
             return self.bind(found[0], process_set)
         try:
-            if len(found) > 1 and self._tries:
-                raise ValueError("which candidates are tried depends on the optimizer")
             return self.bind(None, process_set)
         except ValueError as error:
             several = ", ".join(f"{type(each).__name__} {name_of(each)!r}" for each in found)
             seen = f"has several in reach, {several}" if found else "has none in reach"
-            binding = (
-                "compression.bind(optimizer), which is the compression of a tape then"
-                if self._tries
-                else f"hvdc.Compression.{self._compressor.id}(optimizer)"
-            )
             raise ValueError(
                 f"{error}. The function that these gradients come from {seen}: bind the "
-                f"compression to the one that applies them, as in {binding}"
+                f"compression to the one that applies them, as in "
+                f"hvdc.Compression.{self._compressor.id}(optimizer)"
             ) from None
 
     @property
@@ -157,8 +149,7 @@ class UnboundCompression(Unbound):
         """True where another optimizer may change what is exchanged, or applies it."""
         compressor: Any = self._compressor
         return (
-            self._tries
-            or is_elastic()
+            is_elastic()
             or (compressor.traits.corrects_momentum and compressor.momentum is None)
             or compressor.policy.follow_lr is not False
         )

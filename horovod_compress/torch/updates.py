@@ -154,8 +154,8 @@ class UpdateOptimizer(UpdatingOptimizer):
         super()._exchange()
 
     def _go_on_from_all(self) -> None:
-        """Where rank 0 alone has loaded a state, as scripts for Horovod do that resume, all ranks
-        go on from that."""
+        """Gives all ranks the state that rank 0 alone has loaded, as scripts for Horovod do that
+        resume."""
         steps = self.compression.steps_of_all()
         if len(set(steps)) == 1:
             return

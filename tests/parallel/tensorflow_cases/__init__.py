@@ -7,7 +7,6 @@ from . import (
     agreement,
     applied,
     asked,
-    automatic,
     fits,
     functions,
     hosts,
@@ -31,7 +30,6 @@ CASES = joined(
     numbers,
     unbound,
     switches,
-    automatic,
     updates,
     recording,
     # Makes compressions on one rank alone, after which those of threads part.
