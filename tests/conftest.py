@@ -6,6 +6,7 @@ what is marked `release`.
 
 import contextlib
 import functools
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -27,6 +28,15 @@ def gpu_is_there():
 # Triton reads this when it is first imported, by a test of either folder. Without a GPU the kernels
 # on devices are interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "0" if gpu_is_there() else "1")
+# A process that imports Triton after TensorFlow 2.21 is ended by LLVM, of which both have one.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
+# Processes share cores with others: threads that wait for each other take many times as long then.
+for library in ("OMP", "OPENBLAS"):
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+# Horovod's optimizers need Keras 2, which is not tf.keras by itself since TensorFlow 2.16.
+if importlib.util.find_spec("tf_keras"):
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
 
 @contextlib.contextmanager

@@ -30,9 +30,8 @@ LAUNCHERS = {
 # Horovod itself waits 30 s for ranks to start and to answer: on a busy machine imports alone may
 # take that.
 PATIENT = {"HOROVOD_START_TIMEOUT": str(LIMIT), "HOROVOD_GLOO_TIMEOUT_SECONDS": str(LIMIT)}
-# Ranks share cores with other ranks: one that waits should leave its core to them, and threads that
-# spin take it away.
-YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Ranks share cores with other ranks: one that waits should leave its core to them.
+YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 ENVIRONMENT = {
     **os.environ,
     **PATIENT,

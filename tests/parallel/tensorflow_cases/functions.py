@@ -260,9 +260,9 @@ def one_thread_is_enough():
 
 @case(2)
 def a_large_gradient_is_not_copied():
-    """Memory of a step at its largest, with a gradient of 400 MB in a graph: the residual comes on
+    """Memory of a step at its largest, with a gradient of 200 MB in a graph: the residual comes on
     top, and no copy."""
-    shape, megabyte = (10_000, 10_000), 2**20
+    shape, megabyte = (7_000, 7_000), 2**20
     variable = tf.Variable(tf.zeros(shape))
 
     def peak(compression):

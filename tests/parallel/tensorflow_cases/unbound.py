@@ -58,15 +58,15 @@ def taped(compression, optimizer, steps=3, in_graph=True):
 
 @case(2)
 def tapes_train_as_with_bound_compressions():
-    """Bit for bit: every way to exchange, and where the optimizer matters both kinds, traced and
-    eager."""
-    specs = ("fp16", "maxnorm", "topk", "adacomp", "variance", "powersgd", "globalrandk", "demo")
-    cases = [(spec, keras.optimizers.SGD, {}, True) for spec in (*specs, "efsignsgd")]
-    cases += [
+    """Bit for bit, where the optimizer matters, of both kinds, traced and eager. Other algorithms
+    are unbound in `told_gradients_give_what_simulate_gives_to_the_last_bit`."""
+    cases = [
+        ("powersgd", keras.optimizers.SGD, {}, True),
+        ("efsignsgd", keras.optimizers.SGD, {}, True),
         ("dgc:min_numel=0", SGD["new"], MOMENTUM, False),
         ("dgc:min_numel=0", SGD["legacy"], MOMENTUM, True),
+        ("dgc", keras.optimizers.Adam, {}, True),
     ]
-    cases += [("dgc", keras.optimizers.Adam, {}, True)]
     for spec, make, options, in_graph in cases:
         optimizer, compression = make(0.1, **options), pickled(spec)
         bound = hvdc.Compression.from_spec(spec, optimizer)
