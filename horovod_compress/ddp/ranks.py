@@ -134,11 +134,14 @@ class _Shared:
 
 
 _shared: List[_Shared] = []
+# Whether PyTorch names all groups by how many this rank has made, and not only those of all ranks.
+COUNTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
 
 def _shared_beside(group: Any) -> _Shared:
     """The group beside the user's. All ranks come here at the same place."""
-    there = dist.distributed_c10d._world.pg_names
+    world = dist.distributed_c10d._world
+    there = world.pg_names
     for each in list(_shared):
         if each.beside() not in there or each.given_up and not each.users:
             _shared.remove(each)
@@ -147,7 +150,8 @@ def _shared_beside(group: Any) -> _Shared:
     its = [each for each in _shared if each.beside() is group and not each.given_up]
     found = [each for each in its if each.group() in there]
     said: List[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (len(found), len(there)), group=group)
+    number = world.group_count if COUNTS else len(there)
+    dist.all_gather_object(said, (len(found), number), group=group)
     if all(number for number, _ in said):
         return found[0]
     for each in its:
@@ -159,13 +163,13 @@ def _shared_beside(group: Any) -> _Shared:
 
 def _new_group(group: Any, numbers: List[int]) -> dist.ProcessGroup:
     """A new group of the same ranks. What is in host memory goes by Gloo. numbers: of groups that
-    each rank is in."""
+    each rank is in, or has made."""
     with_nccl = "nccl" in dist.get_backend_config(group)
     options = group._get_backend(group._device_types[0]).options
     everybody = dist.get_world_size(group) == dist.get_world_size()
-    # PyTorch makes the name of a part's group from that number, and they would wait for each other
-    # under different names.
-    if not everybody and len(set(numbers)) > 1:
+    # PyTorch makes the name of the group from that number, and they would wait for each other under
+    # different names.
+    if (COUNTS or not everybody) and len(set(numbers)) > 1:
         raise ValueError(
             f"the ranks of this process group are in {numbers} groups each, and PyTorch cannot "
             "make another one of them then: begin to train with the compression before other "
