@@ -5,7 +5,10 @@
 Compressions: none and fp16 are Horovod's own; everything else is a spec of horovod_compress. With
 --adam --updates 8 it is not gradients that are compressed, but what eight steps of each rank's own
 Adam add to the variables. With --checkpoints the model, and what the compression holds back on each
-rank, are saved after every epoch; --resume continues from there.
+rank, are saved after every epoch; --resume continues from there. Keras 3 takes --updates:
+
+    horovodrun -np 2 python examples/keras_images.py --adam --updates 4 \\
+        --compression adacomp:bin_length=64,dense=fp16
 """
 
 import argparse
@@ -104,14 +107,15 @@ def main():
 
     if options.checkpoints:
         path = os.path.join(options.checkpoints, "{epoch:02d}")
+        # Keras 3, which alone has `ops`, knows no other kind.
+        kind = ".weights.h5" if hasattr(keras, "ops") else ".model"
         before = path.format(epoch=options.resume) if options.resume else None
         if before:
-            # And the optimizer's variables, once it has some.
-            model.load_weights(f"{before}.model")
+            # Weights come with the optimizer's variables, where it has some.
+            optimizer.build(model.trainable_variables)
+            model.load_weights(before + kind)
         if hvd.rank() == 0:
-            callbacks.append(
-                keras.callbacks.ModelCheckpoint(f"{path}.model", save_weights_only=True)
-            )
+            callbacks.append(keras.callbacks.ModelCheckpoint(path + kind, save_weights_only=True))
         if ours:
             callbacks.append(hvdc.StateCheckpoint(compression, path, restore=before))
     model.fit(

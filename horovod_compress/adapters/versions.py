@@ -12,12 +12,12 @@ TRIED: Dict[str, Tuple[Tuple[str, ...], str]] = {
         "gradients may be refused, or taken for those of another optimizer or process set",
     ),
     "torch": (
-        ("2.11", "2.13"),
+        ("2.11", "2.12", "2.13", "2.14", "2.15"),
         "steps with a closure or a GradScaler, compiled models and moments of samples may be "
         "refused or mistaken",
     ),
     "tensorflow": (
-        ("2.15",),
+        ("2.15", "2.21"),
         "functions may be traced again or too seldom, and optimizers of Keras and loss scales may "
         "not be found",
     ),

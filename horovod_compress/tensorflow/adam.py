@@ -48,18 +48,19 @@ class AdamW(tf.keras.optimizers.AdamW):  # type: ignore[misc]
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the variables that are kept: means, mean squares, and squared signals."""
-        built = getattr(self, "_built", False)
+        built = getattr(self, "built", getattr(self, "_built", False))
         super().build(var_list)
         if not built:
             self._signals = [
                 self.add_variable_from_reference(variable, "q") for variable in var_list
             ]
 
-    def update_step(self, gradient: Any, variable: Any) -> None:
-        """A step with this rank's gradient."""
+    def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
+        """A step with this rank's gradient. rate: the learning rate, in Keras 3."""
         if is_horovods(self):
             raise ValueError(AVERAGED)
-        index, dtype = self._index_dict[self._var_key(variable)], variable.dtype
+        places = getattr(self, "_trainable_variables_indices", None) or self._index_dict
+        index, dtype = places[self._var_key(variable)], variable.dtype
         mean, square, signal = self._momentums[index], self._velocities[index], self._signals[index]
         grad, before = tf.convert_to_tensor(gradient), tf.cast(self.iterations, dtype)
         beta1, beta2 = tf.cast(self.beta_1, dtype), tf.cast(self.beta_2, dtype)

@@ -13,6 +13,7 @@ from .horovod_internals import (
     compression_given_to,
     has_reduced,
     is_horovods,
+    is_keras3,
     kept_local,
     reduced_by_horovod,
 )
@@ -77,11 +78,21 @@ def refuse_unreduced(
         or all(_is_zero(grad) for grad, _ in dense)
     ):
         return pairs
-    raise ValueError(
+    seen = (
         f"{type(optimizer).__name__} was given gradients of {variables[0].name} and others that no "
         "compression has seen: they are this rank's own, and ranks' variables would part. "
-        "hvd.DistributedOptimizer reduces gradients in minimize() and in Keras' own training step, "
-        "and not in apply_gradients(). In a train_step of your own wrap the tape: "
+    )
+    if is_keras3(optimizer):
+        raise ValueError(
+            f"{seen}Keras 3 never has hvd.DistributedOptimizer reduce any. Let "
+            "hvdc.UpdateOptimizer(optimizer, compression) take its place; or in a train_step of "
+            "your own take tape = hvd.DistributedGradientTape(tape, compression=compression), and "
+            "its gradient(loss, [v.value for v in model.trainable_variables]); or have Keras 2, by "
+            "TF_USE_LEGACY_KERAS=1 in the environment and pip install tf_keras"
+        )
+    raise ValueError(
+        f"{seen}hvd.DistributedOptimizer reduces gradients in minimize() and in Keras' own "
+        "training step, and not in apply_gradients(). In a train_step of your own wrap the tape: "
         "tape = hvd.DistributedGradientTape(tape, compression=compression). Or leave tapes as they "
         "are, and let hvdc.UpdateOptimizer(optimizer, compression) take the place of "
         "hvd.DistributedOptimizer"

@@ -45,7 +45,7 @@ def tell_of_missing_gradients() -> None:
 def tell_of_scaler(optimizers: Iterable[Any]) -> None:
     """Warns once where a tape whose gradients come to a compression without grad_scaler may have a
     scaled loss. optimizers: those of its function."""
-    if any(getattr(each, "dynamic", False) for each in filter(is_scaler, optimizers)):
+    if any(getattr(each, "dynamic", True) for each in filter(is_scaler, optimizers)):
         warn_once(
             "a LossScaleOptimizer is in reach of a tape, and its compression does not know: if the "
             "tape's loss is scaled, what waits to be sent will not follow the scale. Give it, as "
@@ -54,7 +54,8 @@ def tell_of_scaler(optimizers: Iterable[Any]) -> None:
 
 
 def check_elastic_scale(scaler: Any) -> None:
-    if scaler.dynamic:
+    # Keras 3's has no other.
+    if getattr(scaler, "dynamic", True):
         raise ValueError(
             "in an elastic job with TensorFlow new ranks would begin with another loss scale than "
             "the others have: say "

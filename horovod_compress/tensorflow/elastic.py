@@ -21,6 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..adapters.elastic import Entry, evening_out
 from .compression import BoundCompression
+from .horovod_internals import is_keras3
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression
 
@@ -74,6 +75,11 @@ class TensorFlowKerasState(_Keeping, hvd.elastic.TensorFlowKerasState):
     """
 
     def __init__(self, model: tf.keras.Model, optimizer: Any = None, **keywords: Any) -> None:
+        if is_keras3(optimizer or model.optimizer):
+            raise ValueError(
+                "Horovod's state of a model is for Keras 2: say TensorFlowState(variables), or "
+                "have Keras 2, by TF_USE_LEGACY_KERAS=1 in the environment and pip install tf_keras"
+            )
         keywords = self._take(
             keywords, lambda compression: compression.bind(unwrapped(optimizer or model.optimizer))
         )

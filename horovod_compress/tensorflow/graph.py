@@ -25,6 +25,7 @@ from .horovod_internals import (
     functions_under_trace,
     lasting_variable,
     local_sources,
+    loss_scale_of,
     loss_scaler,
     reduction_of,
     when_differentiated,
@@ -277,7 +278,7 @@ class GraphCompression(RunningCompression):
         # An empty one has no values to compare.
         filled = [variable for variable in variables if variable.shape.num_elements()]
         known = min(filled, key=lambda variable: variable.shape.num_elements(), default=None)
-        scale = tf.constant(1.0) if scaler is None else tf.cast(scaler.loss_scale, tf.float32)
+        scale = tf.constant(1.0) if scaler is None else tf.cast(loss_scale_of(scaler), tf.float32)
         depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
         optimizer = self._served or self._optimizer
         begin = functools.partial(

@@ -9,6 +9,7 @@ from typing import (
     Callable,
     Dict,
     Hashable,
+    Iterable,
     List,
     NamedTuple,
     Optional,
@@ -36,10 +37,23 @@ from tensorflow.python.framework.func_graph import FuncGraph  # noqa: E402
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # noqa: E402
 from tensorflow.python.trackable.base import Trackable  # noqa: E402
 
+# Of tf.keras, which the environment may choose. Keras 2's does not say.
+KERAS = getattr(tf.keras, "__version__", "2")
+
 
 def is_optimizer(value: Any) -> bool:
     """Returns whether this is an optimizer of Keras, new or legacy."""
     return isinstance(value, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer))
+
+
+def is_keras3(optimizer: Any) -> bool:
+    """Returns whether this is an optimizer of Keras 3."""
+    return is_optimizer(optimizer) and hasattr(optimizer, "apply")
+
+
+def values_of(variables: Iterable[Any]) -> List[tf.Variable]:
+    """TensorFlow's variables, those of Keras 3 that hold one each or as they are."""
+    return [each if isinstance(each, tf.Variable) else each.value for each in variables]
 
 
 def is_horovods(optimizer: Any) -> bool:
@@ -57,6 +71,15 @@ def loss_scaler() -> Any:
 def is_scaler(value: Any) -> bool:
     """Returns whether this is a LossScaleOptimizer."""
     return isinstance(value, tf.keras.mixed_precision.LossScaleOptimizer)
+
+
+def loss_scale_of(scaler: Any) -> Any:
+    """The factor of losses, and so of gradients, of a LossScaleOptimizer in the step that is being
+    traced."""
+    if hasattr(scaler, "loss_scale"):
+        return scaler.loss_scale
+    # Keras 3's has a variable once it knows the model's.
+    return scaler.dynamic_scale if scaler.built else scaler.initial_scale
 
 
 def _factor(process_set: Any, op: Any, prescale: float, postscale: float) -> float:
@@ -152,7 +175,9 @@ def scaler_around(optimizer: Any) -> Any:
 def saved_by_keras() -> bool:
     """Returns whether Keras is saving a model."""
     saving = (frame for frame in callers() if frame.f_code.co_name == "save_model")
-    return any(str(frame.f_globals.get("__name__")).startswith("keras.") for frame in saving)
+    return any(
+        str(frame.f_globals.get("__name__")).startswith(("keras.", "tf_keras.")) for frame in saving
+    )
 
 
 def optimizer_under_construction() -> Any:

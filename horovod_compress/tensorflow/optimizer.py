@@ -11,14 +11,16 @@ from .horovod_internals import (
     change_class_below,
     class_below,
     is_horovods,
+    is_keras3,
     is_optimizer,
     momentum_to_restore,
     saved_by_keras,
+    values_of,
 )
 
 _log = logging.getLogger("horovod_compress")
 # Packages whose functions have no optimizers of users in reach.
-_NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow")
+_NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow", "tf_keras")
 SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
 
 
@@ -94,7 +96,7 @@ def learning_rate_of(optimizer: Any) -> Any:
     if rate is None:
         return tf.constant(float("nan"))
     # The value that the optimizer has computed from a schedule is that of the step before.
-    return tf.cast(rate(optimizer.iterations) if callable(rate) else rate.read_value(), tf.float32)
+    return tf.cast(rate(optimizer.iterations) if callable(rate) else rate, tf.float32)
 
 
 def steps_of(optimizer: Any) -> Any:
@@ -102,7 +104,7 @@ def steps_of(optimizer: Any) -> Any:
     # The legacy one makes its variable when it is asked for the first time.
     with tf.init_scope():
         taken = optimizer.iterations
-    return taken.read_value()
+    return tf.convert_to_tensor(taken)
 
 
 def own_step_of(sgd: Any) -> str:
@@ -125,11 +127,12 @@ def leave_momentum(
     base: Any = class_below(optimizer)
 
     class PlainSteps(base):
-        def update_step(self, gradient: Any, variable: Any) -> None:
+        # rate: the learning rate, in Keras 3.
+        def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
             if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
-                return super().update_step(gradient, variable)
+                return super().update_step(gradient, variable, *rate)
             if lives_on():
-                super().update_step(tf.zeros_like(gradient), variable)
+                super().update_step(tf.zeros_like(gradient), variable, *rate)
             variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
 
         # The legacy optimizer's.
@@ -169,6 +172,11 @@ def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -
 def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
     """Has observe(gradients and variables) called in every backward pass, ahead of Horovod's
     aggregation."""
+    if is_keras3(optimizer):
+        raise ValueError(
+            "moments=microbatch has to see every backward pass, which Keras 3 does not show: say "
+            "moments=minibatch"
+        )
     own: Any = _own_class(optimizer)
     method = (
         "_compute_gradients"
@@ -189,11 +197,18 @@ def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
     its compression. Returns the class of both."""
     base: Any = class_below(optimizer)
 
-    class Changing(base):
-        @tf.autograph.experimental.do_not_convert
-        def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().apply_gradients(change(self, grads_and_vars), *args, **kwargs)
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.apply_gradients(self, change(self, grads_and_vars), *args, **kwargs)
 
+    # To which Keras 3's apply_gradients() comes, too.
+    @tf.autograph.experimental.do_not_convert
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        variables = list(trainable_variables or self._trainable_variables)
+        changed = change(self, zip(grads, values_of(variables)))
+        base.apply(self, [grad for grad, _ in changed], variables)
+
+    class Changing(base):
         def get_config(self) -> Dict[str, Any]:
             if is_horovods(self) and saved_by_keras():
                 warn_once(
@@ -204,6 +219,8 @@ def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
                 )
             return super().get_config()
 
+    step = apply if is_keras3(optimizer) else apply_gradients
+    setattr(Changing, step.__name__, step)
     become(optimizer, Changing)
     return Changing
 

@@ -9,8 +9,10 @@ import tensorflow as tf
 
 from ..adapters.binding import warn_once
 from ..adapters.updates import Averaging, Nesterov, compressor_for_updates
+from ..protocol.handshake import agree
 from .compression import BoundCompression
-from .horovod_internals import reducing, scaler_around
+from .horovod_internals import is_keras3, reducing, scaler_around
+from .keras3 import Kept
 from .operations import checksum
 from .optimizer import unwrapped
 
@@ -38,6 +40,27 @@ class UpdateCompression(Averaging, BoundCompression):
             )
             variable.assign(tf.cast(mean, variable.dtype))
 
+    def take_from_first(self, variables: List[Any]) -> None:
+        """Gives all ranks the values of the first one, in eager code. MismatchError where ranks
+        have others."""
+        shapes = [[*variable.shape, variable.dtype.name] for variable in variables]
+        agree(self._transport, f"{self._label()}.first", {"variables": shapes})
+        options = {"root_rank": (self._process_set.ranks or [0])[0]}
+        options["process_set"] = self._process_set
+
+        # Anew each time: the function of hvd.broadcast_variables fails where variables that it was
+        # traced with are gone.
+        @tf.function(autograph=False)
+        def take() -> None:
+            for number, variable in enumerate(variables):
+                name = f"HorovodBroadcast_{self._label()}.{number}"
+                # Horovod's broadcast has no bfloat16.
+                wide = tf.float32 if variable.dtype == tf.bfloat16 else variable.dtype
+                sent = hvd.broadcast(tf.cast(variable, wide), name=name, **options)
+                variable.assign(tf.cast(sent, variable.dtype))
+
+        take()
+
     def switch(self, spec: Any) -> None:
         """Another compression from the next exchange on; see `BoundCompression.switch`."""
         super().switch(compressor_for_updates(spec, hvd.rank()))
@@ -59,6 +82,9 @@ class Rounds:
         )
         self._process_set = self.compression._process_set
         self._optimizer, self._every, self._outer = optimizer, every, outer
+        own = unwrapped(optimizer)
+        # Has variables of ours, with its own.
+        self._keeper = Kept(own) if is_keras3(own) else own
         with tf.init_scope():
             self._reduce = reducing(self.compression, self._process_set)
         # References to variables that all ranks began with alike.
@@ -83,39 +109,48 @@ class Rounds:
     def local_steps(self) -> int:
         return 0 if self._local_steps is None else int(self._local_steps)
 
+    @property
+    def _alone(self) -> bool:
+        """True if there is nothing to exchange: a rank alone has its variables already."""
+        ranks = self._process_set
+        return not ranks.included() or self._outer is None and ranks.size() == 1
+
     def build(self, variables: Sequence[Any]) -> None:
         """Makes what is kept for the optimizer's variables."""
         if self._shared or self._momenta:
             return
-        owner = unwrapped(self._optimizer)
         if self._outer is not None:
             self._momenta = {
-                v.ref(): owner.add_variable(
+                v.ref(): self._keeper.add_variable(
                     v.shape, _at_least_float32(v), "zeros", f"outer/{v.name.split(':')[0]}"
                 )
                 for v in variables
             }
         if self._every > 1:
-            self._local_steps = owner.add_variable([], tf.int64, "zeros", "local_steps")
+            self._local_steps = self._keeper.add_variable([], tf.int64, "zeros", "local_steps")
             self._shared = {
-                v.ref(): owner.add_variable_from_reference(v, "shared", initial_value=v)
+                v.ref(): self._keeper.add_variable_from_reference(v, "shared", initial_value=v)
                 for v in variables
             }
 
-    def step(self, local_step: Callable[[], Any], grads_and_vars: List[Tuple[Any, Any]]) -> Any:
-        """A local step, and the exchange where that ends a round."""
+    def step(
+        self, taker: Any, local_step: Callable[[], Any], grads_and_vars: List[Tuple[Any, Any]]
+    ) -> Any:
+        """A local step, and the exchange where that ends a round. taker: the optimizer that takes
+        it."""
+        if taker is not self._optimizer:
+            raise ValueError(
+                "this is a copy of an UpdateOptimizer, such as hvd.DistributedOptimizer makes: use "
+                "what UpdateOptimizer has returned"
+            )
+        refuse_averages(self._optimizer)
         if scaler_around(self._optimizer) is not None:
             raise ValueError(
                 "a LossScaleOptimizer skips the steps of a rank that finds infinite gradients, for "
                 "which other ranks would wait. Put it inside: "
                 "hvdc.UpdateOptimizer(keras.mixed_precision.LossScaleOptimizer(optimizer))"
             )
-        if (
-            not self._process_set.included()
-            or self._outer is None
-            and self._process_set.size() == 1
-        ):
-            # A rank alone has its variables already.
+        if self._alone:
             return self._own(local_step)
         variables = self._begin_alike(grads_and_vars)
         shared = self._begin_round(variables)
@@ -165,10 +200,9 @@ class Rounds:
                 both = (self._shared, self._momenta)
                 kept = [its[ref] for its in both for ref in refs if ref in its]
                 # Schedules of the learning rate follow the steps.
-                counted = [unwrapped(self._optimizer).iterations]
+                counted = [self._keeper.iterations]
                 counted += [] if self._local_steps is None else [self._local_steps]
-                root = (self._process_set.ranks or [0])[0]
-                hvd.broadcast_variables([*new, *kept, *counted], root, self._process_set)
+                self.compression.take_from_first([*new, *kept, *counted])
                 if self.local_steps:
                     warn_once(
                         "training goes on in the middle of a round, from rank 0's variables: what "
@@ -183,7 +217,8 @@ class Rounds:
             )
             raise ValueError(
                 f"with every={self._every} all steps change the same variables, and {names} had "
-                f"gradients in some steps only"
+                f"gradients in some steps only: make a new UpdateOptimizer for other variables, or "
+                f"say every=1"
             )
         self._moving.update(moving)
         return list(moving.values())
@@ -204,6 +239,8 @@ class Rounds:
         """Exchanges now, with what local steps have added so far, or with nothing. Call it on a
         rank that has no data left, or is behind, when the other ranks end a round. All ranks must
         exchange equally often."""
+        if self._alone:
+            return
         if not self._moving:
             raise RuntimeError(
                 "take_part() comes after the first step, in which all ranks get to know the "
@@ -218,7 +255,7 @@ class Rounds:
         rank has taken no step yet."""
         # All but what ranks have alike.
         alike = {variable.ref() for variable in (*self._shared.values(), *self._momenta.values())}
-        kept = unwrapped(self._optimizer).variables()
+        kept = self._keeper.variables()
         self.compression.average(
             _numbered(
                 v for v in kept if v.dtype.is_floating and v.shape.rank and v.ref() not in alike
@@ -251,6 +288,15 @@ class Rounds:
         grown = self._outer.momentum * momentum + mean
         momentum.assign(tf.where(finite, grown, momentum))
         return self._outer.lr * (mean + self._outer.momentum * grown)
+
+
+def refuse_averages(optimizer: Any) -> None:
+    """ValueError where an optimizer averages variables of this rank alone."""
+    if getattr(unwrapped(optimizer), "use_ema", False):
+        raise ValueError(
+            "use_ema averages this rank's own variables, and would put them in the place of those "
+            "that ranks share: leave it out"
+        )
 
 
 def _warn() -> None:

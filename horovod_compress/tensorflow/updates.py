@@ -2,18 +2,19 @@
 of gradients."""
 
 import functools
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Dict, Optional
 
 import tensorflow as tf
 
-from ..adapters.binding import is_elastic
+from ..adapters.binding import is_elastic, warn_once
 from ..adapters.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
 from ..compressors.advice import ADAM
 from ..deprecated import by_name
+from . import keras3
 from .adam import AdamW
-from .horovod_internals import is_horovods, is_optimizer
+from .horovod_internals import KERAS, is_horovods, is_keras3, is_optimizer, saved_by_keras
 from .optimizer import become, build, unwrapped
-from .rounds import Rounds
+from .rounds import Rounds, refuse_averages
 
 
 @by_name
@@ -44,7 +45,7 @@ def UpdateOptimizer(
     exchange, where a residual is kept of it.
 
     Args:
-        optimizer: a Keras optimizer; one that scales losses (mixed precision) goes in as
+        optimizer: an optimizer of Keras 2 or 3; one that scales losses (mixed precision) goes in as
             keras.mixed_precision.LossScaleOptimizer(optimizer). With `every` or `outer` it keeps
             the variables that all ranks share, and the outer momentum, among its own, with which
             Keras saves them.
@@ -83,23 +84,23 @@ def _check(optimizer: Any, keeps: bool) -> None:
     ours."""
     if not is_optimizer(optimizer):
         raise TypeError(
-            f"UpdateOptimizer needs a Keras optimizer, not an object of {type(optimizer)}"
+            f"UpdateOptimizer needs a Keras optimizer of tf.keras, which is Keras {KERAS}, not an "
+            f"object of {type(optimizer)}. With TF_USE_LEGACY_KERAS=1 in the environment tf.keras "
+            f"is tf_keras"
         )
+    if is_keras3(optimizer) and tf.keras.backend.backend() != "tensorflow":
+        raise ValueError("UpdateOptimizer is for Keras on TensorFlow: set KERAS_BACKEND=tensorflow")
     if is_horovods(unwrapped(optimizer)) or hasattr(optimizer, "take_part"):
         raise ValueError(
-            f"{type(optimizer).__name__} exchanges already: give UpdateOptimizer the optimizer "
-            f"itself"
+            f"{type(optimizer).__name__} is one of Horovod's, or exchanges already: give "
+            f"UpdateOptimizer the optimizer itself"
         )
     if is_elastic():
         raise ValueError(
             "in elastic jobs UpdateOptimizer needs PyTorch: here let hvd.DistributedOptimizer "
             "compress gradients"
         )
-    if getattr(optimizer, "use_ema", False):
-        raise ValueError(
-            "use_ema averages this rank's own variables, and would put them in the place of those "
-            "that ranks share: leave it out"
-        )
+    refuse_averages(optimizer)
     if keeps and not hasattr(unwrapped(optimizer), "add_variable"):
         raise ValueError(
             "every and outer need one of tf.keras.optimizers, not of tf.keras.optimizers.legacy, "
@@ -110,39 +111,52 @@ def _check(optimizer: Any, keeps: bool) -> None:
 def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
     """A class for the optimizer, whose steps are those of its own class within rounds."""
     base: Any = type(optimizer)
+    of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}
+    frameworks = ("keras", "tf_keras", "tensorflow", "horovod", "horovod_compress")
+
+    def get_config(self: Any) -> Dict[str, Any]:
+        if saved_by_keras():
+            warn_once(
+                "a saved model's optimizer exchanges nothing when it is loaded: give it to "
+                "hvdc.UpdateOptimizer again, or make model and optimizer as before and load "
+                "weights. What ranks have not sent yet is in compression.state_dict()"
+            )
+        return base.get_config(self)
+
+    others = methods_of(base, of_all, frameworks)
+    members = {
+        **(keras3.steps_in if is_keras3(optimizer) else _steps_in)(base, rounds),
+        "take_part": rounds.take_part,
+        "average_state": rounds.average_state,
+        **{name: _watched(getattr(base, name), rounds) for name in others},
+        "get_config": get_config,
+        "compression": property(lambda self: rounds.compression),
+        "local_steps": property(lambda self: rounds.local_steps),
+    }
+    return type(base)(base.__name__, (base,), members)
+
+
+def _steps_in(base: Any, rounds: Rounds) -> Dict[str, Any]:
+    """As of `keras3.steps_in`, for Keras 2."""
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is not optimizer:
-            raise ValueError(
-                "this is a copy of an UpdateOptimizer, such as hvd.DistributedOptimizer makes: use "
-                "what UpdateOptimizer has returned"
-            )
         pairs = list(grads_and_vars)
         if rounds.keeps:
             # As Keras does within its own step, which is too late for the values that are shared.
             with tf.name_scope(unwrapped(self).name), tf.init_scope():
                 build(self, [variable for _, variable in pairs])
-        step = functools.partial(super(changed, self).apply_gradients, pairs, *args, **kwargs)
-        return rounds.step(step, pairs)
+        step = functools.partial(base.apply_gradients, self, pairs, *args, **kwargs)
+        return rounds.step(self, step, pairs)
 
     def build_variables(self: Any, var_list: Any) -> None:
-        super(changed, self).build(var_list)
+        base.build(self, var_list)
         rounds.build(var_list)
 
-    of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}
-    others = methods_of(base, of_all, ("keras", "tensorflow", "horovod", "horovod_compress"))
-    members = {
+    return {
         "apply_gradients": apply_gradients,
-        "take_part": rounds.take_part,
-        "average_state": rounds.average_state,
         **({"build": build_variables} if rounds.keeps else {}),
-        **{name: _watched(getattr(base, name), rounds) for name in others},
-        "compression": property(lambda self: rounds.compression),
-        "local_steps": property(lambda self: rounds.local_steps),
     }
-    changed = type(base)(base.__name__, (base,), members)
-    return changed
 
 
 def _watched(method: Callable[..., Any], rounds: Rounds) -> Callable[..., Any]:
@@ -165,6 +179,11 @@ class ShareUpdates(tf.keras.callbacks.Callback):
 
     def _share(self) -> None:
         optimizer = self.model.optimizer
+        if not hasattr(optimizer, "take_part"):
+            raise ValueError(
+                f"ShareUpdates is for models whose optimizer is an hvdc.UpdateOptimizer, and this "
+                f"one's is {type(optimizer).__name__}"
+            )
         if optimizer.local_steps:  # alike on all ranks
             optimizer.take_part()
 

@@ -1,6 +1,7 @@
 """The TensorFlow adapter on real ranks. One job runs all cases meant for its size; each case is a
 test of its own here."""
 
+import importlib.metadata
 import pathlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("horovod.tensorflow", reason="needs Horovod with TensorFlow")
 
 import horovod.tensorflow as hvd
+import keras3_cases
 from jobs import ENVIRONMENT, LAUNCHERS, LIMIT, on_sizes
 from tensorflow_cases import CASES
 
@@ -22,6 +24,10 @@ LAUNCHER = LAUNCHERS["mpirun" if hvd.mpi_built() else "horovodrun-gloo"]
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "keras_images.py"
 needs_native = pytest.mark.skipif(
     kernels.backend != "native", reason="needs native kernels, which were not built"
+)
+# TensorFlow has brought Keras 3 since 2.16.
+needs_keras_3 = pytest.mark.skipif(
+    importlib.metadata.version("keras").startswith("2."), reason="needs TensorFlow 2.16 or later"
 )
 WITH_ONE_THREAD = ("one_thread_is_enough", "fit_learns_and_resumes_bit_for_bit")
 
@@ -79,6 +85,21 @@ def test_under_horovodrun_with_mpi(job, case):
     """Ranks find each other as under mpirun, where all cases run. One has the reference kernels."""
     launcher = LAUNCHERS["horovodrun-mpi"]
     job(launcher, 2, cases="tensorflow_cases", environment=OTHER_KERNELS).assert_passed(case)
+
+
+@needs_keras_3
+@pytest.mark.parametrize(
+    "size, case",
+    on_sizes(
+        {case: sizes for case, (sizes, _) in keras3_cases.CASES.items()},
+        ("dense_updates_are_those_of_one_process", "tapes_over_values_take_every_algorithm"),
+        again={3: ("every_algorithm_exchanges_updates_in_fit",)},
+    ),
+)
+def test_keras_3(job, size, case):
+    """As without tf_keras."""
+    environment = {"TF_USE_LEGACY_KERAS": "0"}
+    job(LAUNCHER, size, cases="keras3_cases", environment=environment).assert_passed(case)
 
 
 @pytest.mark.extended

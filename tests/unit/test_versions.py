@@ -30,7 +30,7 @@ def test_another_version_is_warned_of_once(package, found):
 
 @pytest.mark.parametrize(
     "package, found",
-    [("horovod", "0.28.1"), ("torch", "2.13.0+cpu"), ("tensorflow", "2.15.1"), ("torch", "2.11")],
+    [("horovod", "0.28.1"), ("torch", "2.13.0+cpu"), ("tensorflow", "2.21.0"), ("torch", "2.11")],
 )
 def test_a_version_that_was_tried_is_used_in_silence(package, found):
     with warnings.catch_warnings():

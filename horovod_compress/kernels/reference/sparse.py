@@ -29,7 +29,7 @@ def encode_sparse(
     they decode to ±scale; "power" takes values that are exactly ±scale/2^d with d from 0 to 7,
     scale being a power of two; "2bit" takes values that are exactly one of four scales.
     """
-    gaps = np.diff(indices.astype(np.int64), prepend=-1) - 1
+    gaps: np.ndarray = np.diff(indices.astype(np.int64), prepend=-1) - 1
     costs = [int((gaps >> r).sum()) + len(gaps) * (r + 1) for r in range(_MAX_RICE + 1)]
     r = int(np.argmin(costs))
     high = np.zeros(int((gaps >> r).sum()) + len(gaps), bool)
@@ -139,7 +139,8 @@ def _means_of_bins(values: np.ndarray) -> Tuple[np.ndarray, Sequence[Float]]:
     width = 1.5 * np.sqrt(_sum((wide - mean) * (wide - mean)) / max(len(wide) - 1, 1))
     bins = np.clip(np.rint((wide - mean) / width + 2), 0, 3) if width > 0 else np.full(len(wide), 2)
     means = np.array(
-        [_sum(wide[bins == b]) / max(np.count_nonzero(bins == b), 1) for b in range(4)], np.float32
+        [_sum(wide[bins == b]) / max(int(np.count_nonzero(bins == b)), 1) for b in range(4)],
+        np.float32,
     )
     return means[bins.astype(np.intp)], tuple(means)
 

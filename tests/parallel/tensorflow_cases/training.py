@@ -21,15 +21,11 @@ def start():
     assert "torch" not in sys.modules, "TensorFlow's adapter imports PyTorch"
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init(process_sets="dynamic")
-    # A fifth of a job's time. Ranks that Gloo connects have it done, as users' programs do.
+    # TensorFlow rewrites each graph before its first run, a fifth of a job's time. Ranks that Gloo
+    # connects have it done, as users' programs do.
     if not hvd.gloo_enabled():
-        simplify_graphs(False)
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     return hvd.rank()
-
-
-def simplify_graphs(whether):
-    """Whether TensorFlow rewrites each graph before its first run."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not whether})
 
 
 def _inputs(seed):
