@@ -5,11 +5,13 @@ import pathlib
 import subprocess
 import sys
 
-import convergence
 import pytest
 import results
-import torch
-from tasks import TASKS
+
+torch = pytest.importorskip("torch")
+
+import convergence  # noqa: E402
+from tasks import TASKS  # noqa: E402
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
 

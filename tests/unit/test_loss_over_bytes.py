@@ -6,12 +6,14 @@ import pathlib
 import subprocess
 import sys
 
-import networks
 import pytest
 import results
-import torch
-from loss_over_bytes import Plan
-from tasks import TASKS
+
+torch = pytest.importorskip("torch")
+
+import networks  # noqa: E402
+from loss_over_bytes import Plan  # noqa: E402
+from tasks import TASKS  # noqa: E402
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
