@@ -110,6 +110,8 @@ def outcomes(framework, path, spec):
         ]
         environment = {
             **os.environ,
+            # Horovod's optimizers need Keras 2, which is tf_keras since TensorFlow 2.16.
+            "TF_USE_LEGACY_KERAS": "1",
             "HVDC_FRAMEWORK": framework,
             "HVDC_SPEC": spec,
             "HVDC_OUTCOMES": folder,
