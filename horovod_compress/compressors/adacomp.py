@@ -24,14 +24,14 @@ class AdaCompState(State):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdaComp(GatheringCompressor):
-    """Sends, of each bin of elements, those that the newest gradient could have lifted over the
-    bin's largest.
+    """Cuts a tensor into bins, and sends of each bin the elements whose
+    |residual + scale_factor·gradient| is at least the largest |residual + gradient|.
 
         G = residual + g,  H = residual + scale_factor·g
         of each bin of bin_length elements: gmax = max |G|; an element is sent where |H| ≥ gmax > 0
         sent = sign(G)·scale,  scale = mean of gmax over the tensor's bins;  residual ← G − sent
 
-    The subtraction is pending until the next step's pass
+    What was sent is subtracted in the next step's pass
     over the residual. How many elements are sent adapts to the layer and the phase of training, so
     there is no warm-up. The ordinary optimizer works on the mean; with Adam compress its updates
     instead (UpdateOptimizer).

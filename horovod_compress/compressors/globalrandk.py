@@ -118,8 +118,9 @@ class GlobalRandK(SharedCoordinates):
         v ← residual + g;  result = mean over ranks of v there;  residual ← v elsewhere
 
     No index travels and payloads are allreduced, so it scales to any number of ranks. With error
-    feedback (the default) the residual keeps the other coordinates until they are drawn. Unbiased,
-    they are dropped and those drawn count d/K times. The authors' code does neither.
+    feedback (the default) the residual keeps the other coordinates until they are drawn. With
+    `unbiased` there is none, and what is drawn is multiplied by d/K. The authors' code has
+    neither.
     """
 
     id = "globalrandk"

@@ -53,7 +53,7 @@ class Wrapper(Compressor):
         """Returns whether `around` has use for the ranks of a machine.
 
         Args:
-            compressor: that of a binding.
+            compressor: that of a session.
             placement: where the ranks are.
             tell: warns of an option that has no effect.
 
