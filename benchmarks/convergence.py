@@ -39,11 +39,11 @@ from graphs import backward_of
 from runs import ends, figure_of, key, layers, parsed, plot, table
 from tasks import TASKS
 
-from horovod_compress.adapters.binding import requested_compressor
-from horovod_compress.adapters.updates import compressor_for_updates
 from horovod_compress.engine.lockstep import finish_step, make_ranks, start_step
-from horovod_compress.pytorch.moments import moments_of
-from horovod_compress.pytorch.sgd import SGDTakeover, is_plain_sgd
+from horovod_compress.session.choice import requested_compressor
+from horovod_compress.session.updates import compressor_for_updates
+from horovod_compress.torch_common.moments import moments_of
+from horovod_compress.torch_common.takeover import SGDTakeover, is_plain_sgd
 from horovod_compress.transport.loopback import Loopback
 
 # Measurements of a run, the last at its end.
@@ -205,7 +205,7 @@ class Simulated:
 
     def totals(self):
         nothing = {"bytes_sent": 0, "bytes_received": 0} if self.run.alone else {}
-        return {**self.exchanges[0].totals(), **nothing}, self.exchanges[0].stats_by_tensor()
+        return {**self.exchanges[0].totals(), **nothing}, self.exchanges[0].tensors.stats_by_name()
 
 
 def copies(tensors):

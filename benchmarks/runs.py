@@ -6,7 +6,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 import numpy as np
 from tasks import TASKS
 
-from horovod_compress.adapters.updates import Nesterov
+from horovod_compress.session.updates import Nesterov
 
 
 class Run(NamedTuple):

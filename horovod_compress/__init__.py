@@ -7,7 +7,7 @@ algorithms' classes, which are the constructors in a compressor's repr, `simulat
 """
 
 from .compressors import REGISTRY, available, get_compressor
-from .engine.decentralized import simulate_decentralized
+from .decentralized.simulation import simulate_decentralized
 from .engine.simulate import simulate
 from .protocol.handshake import MismatchError
 from .protocol.wire import WireError

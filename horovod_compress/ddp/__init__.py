@@ -8,7 +8,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 compression = ddp.compress(model, optimizer, "dgc:ratio=0.001,warmup_steps=1000")
 """
 
-from ..adapters.updates import Nesterov
+from ..session.updates import Nesterov
 from .compression import DDPCompression
 from .factories import compress
 from .unbound import HookState, comm_hook

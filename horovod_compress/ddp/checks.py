@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.binding import warn_once
-from ..pytorch.adam import AdamWOfRanks
-from ..pytorch.optimizers import is_made_by_torch
-from ..pytorch.search import objects_of
+from ..session.notices import warn_once
+from ..torch_common.adam import AdamWOfRanks
+from ..torch_common.optimizers import is_made_by_torch
+from ..torch_common.search import objects_of
 
 _NOT_WITH = {
     "mixed_precision": "has a communication hook of its own: use autocast, or a model of half "

@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.binding import callers, warn_once
 from ..compressors import get_compressor
-from ..pytorch.compression import OptimizerCompression, check_types
-from ..pytorch.lifecycle import Event
-from ..pytorch.optimizers import in_grad_scaler, without_wrappers
-from ..pytorch.parameters import Slot, named, tensor_of
-from ..pytorch.sgd import warn_of_changed
+from ..session.auto import Auto
+from ..session.callers import callers
+from ..session.lifecycle import Event
+from ..session.notices import warn_once
+from ..torch_common.gradient_compression import GradientCompression, check_types
+from ..torch_common.optimizers import in_grad_scaler, without_wrappers
+from ..torch_common.parameters import Slot, named, tensor_of
+from ..torch_common.steps import Steps
+from ..torch_common.takeover import warn_of_changed
 from .checks import check_model, check_optimizer, check_step, optimizers_of
-from .ranks import RanksBinding
+from .ranks import GroupRanks
 
 _UNUSED = (
     "no optimizer.step() has used the results of the last backward(). Where gradients add up over "
@@ -62,7 +65,7 @@ class _Bucket(NamedTuple):
     gradients: List[Tuple[torch.Tensor, torch.Tensor]]
 
 
-class DDPCompression(OptimizerCompression, RanksBinding):
+class DDPCompression(GradientCompression):
     """A compression of the gradients of a DistributedDataParallel model.
 
     Args:
@@ -93,23 +96,23 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         grad_scaler: Any = None,
         discardable: bool = False,
     ) -> None:
-        get_compressor(spec)
+        if not isinstance(spec, Auto):
+            get_compressor(spec)
         check_model(model)
         check_types(optimizer, grad_scaler)
         if optimizer is not None:
             optimizer = without_wrappers(optimizer)
             check_optimizer(model, optimizer)
-        RanksBinding.__init__(self, model.process_group)
+        self._ranks = GroupRanks(model.process_group)
         trained = [
             (name, param)
             for name, param in model.module.named_parameters()
             if param.requires_grad and name not in model.parameters_to_ignore
         ]
-        OptimizerCompression.__init__(
-            self, spec, optimizer, named(None, trained), grad_scaler, discardable
-        )
+        pairs = named(None, trained)
+        super().__init__(Steps(self, self._ranks, spec, optimizer, pairs, grad_scaler, discardable))
         self._model = weakref.ref(model)
-        self._by_parameter = {id(slot.param): slot for slot in self._slots}
+        self._by_parameter = {id(slot.param): slot for slot in self._steps.slots}
         # Whether a backward pass has begun to exchange, and not come to its end.
         self._interrupted = False
         self._sent: List[_Sent] = []
@@ -127,23 +130,32 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             if other._by_parameter.keys() & self._by_parameter.keys():
                 if other._interrupted:
                     other._drop_interrupted()
-                other._unregister()
+                other._steps.unregister()
         _serving.add(self)
-        if optimizer is not None and self._active:
-            self._optimizer = optimizer
-            self._register(optimizer)
+        if optimizer is not None and self._ranks.active:
+            self._steps.register(optimizer, self)
         if model.find_unused_parameters or model.static_graph:
             reached = self._reached = set()
-            for slot in self._slots:
+            for slot in self._steps.slots:
                 slot.param.register_post_accumulate_grad_hook(lambda param: reached.add(id(param)))
 
-    _advice_on_options = (
+    # -- as of `Host`
+
+    advice_on_options = (
         "Where only some ranks have set or loaded it, load it on all of them before training"
     )
-    _refused_alone = (
-        "on one rank nothing is exchanged, so what ranks have not sent yet cannot be applied: "
-        "train on two ranks or more"
-    )
+
+    def reduced(self, steps: Steps) -> List[Slot]:
+        return list(steps.slots) if self._ranks.active else []
+
+    def factor(self) -> float:
+        # That of a mean.
+        return 1.0
+
+    # It was given.
+    def look_for_optimizer(self) -> None: ...
+
+    def before_step(self, optimizer: Any) -> None: ...
 
     # -- DDP's interface
 
@@ -156,7 +168,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         future: torch.futures.Future = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        if not self._active:
+        if not self._ranks.active:
             future.set_result(buffer)
             return future
         try:
@@ -164,19 +176,19 @@ class DDPCompression(OptimizerCompression, RanksBinding):
                 self._interrupted = True
                 self._drop_interrupted()
                 check_step(self._model())
-                self._begin_step()
+                self._steps.begin()
                 # Now, because what users ask must not end a step from here on.
-                self._exchange.end_step()
-                self._exchange.within = _pass_under_way()
+                self._session.exchange.end_step()
+                self._session.exchange.within = _pass_under_way()
             self._futures.append((future, buffer))
             self._held.append(_Bucket(buffer, list(zip(bucket.parameters(), bucket.gradients()))))
             if bucket.is_last() or not self._leaves_out:
                 self._submit_held()
             if bucket.is_last():
                 self._finish()
-                self._interrupted, self._exchange.within = False, bool
+                self._interrupted, self._session.exchange.within = False, bool
         except BaseException:
-            self._exchange.within, model = bool, self._model()
+            self._session.exchange.within, model = bool, self._model()
             if model is not None:
                 # Else DDP says in the next forward pass that it has an error.
                 model.register_forward_pre_hook(_refuse_after_failure)
@@ -187,16 +199,16 @@ class DDPCompression(OptimizerCompression, RanksBinding):
     def _leaves_out(self) -> bool:
         """True where parameters that no rank has used take no part in a step. What is kept of them
         would come as a gradient, by which an optimizer decays and moves them without end."""
-        return self._reached is not None and self._exchange.keeps_state
+        return self._reached is not None and self._session.exchange.tensors.keep_state
 
     def _used_by_any(self) -> Set[int]:
         """The ids of the parameters that backward passes have reached on some rank. All ranks call
         it when the last bucket is there."""
-        reached = self._reached or ()
-        reached_here = [id(slot.param) in reached for slot in self._slots]
+        reached, slots = self._reached or (), self._steps.slots
+        reached_here = [id(slot.param) in reached for slot in slots]
         used = torch.tensor(reached_here, dtype=torch.uint8, device="cpu")
-        self._ranks.reduce(used, "max")()
-        return {id(self._slots[i].param) for i in used.nonzero().flatten().tolist()}
+        self._ranks.beside.reduce(used, "max")()
+        return {id(slots[i].param) for i in used.nonzero().flatten().tolist()}
 
     def serves(self, param: torch.Tensor) -> bool:
         """Returns whether this is the compression of a parameter, of a model that is still
@@ -205,21 +217,22 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 
     def _drop_interrupted(self) -> None:
         """Rolls back what a backward pass that has failed has left."""
-        self._exchange.within = bool
-        if self._exchange.under_way:
-            self._exchange.rollback()
-            self._step.take(Event.ROLLBACK)
-            self._ranks.give_up()
+        exchange = self._session.exchange
+        exchange.within = bool
+        if exchange.under_way:
+            exchange.rollback()
+            self._session.lifecycle.take(Event.ROLLBACK)
+            self._ranks.beside.give_up()
         self._sent.clear()
         self._futures.clear()
         self._held.clear()
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """As of OptimizerCompression. After a backward pass that has failed, without its step."""
-        if not self._exchange.within():
+        """As of `Bound`. After a backward pass that has failed, without its step."""
+        if not self._session.exchange.within():
             self._drop_interrupted()
         saved_by = (frame.f_code.co_name for frame in callers())
-        if self._active and not portable and "save_custom_state" in saved_by:
+        if self._ranks.active and not portable and "save_custom_state" in saved_by:
             warn_once(_OF_ONE_RANK)
         return super().state_dict(portable)
 
@@ -228,7 +241,7 @@ class DDPCompression(OptimizerCompression, RanksBinding):
         held, self._held = self._held, []
         for bucket in held:
             self._submit_bucket(bucket, used)
-        self._ranks.send()
+        self._ranks.beside.send()
 
     def _submit_bucket(self, bucket: "_Bucket", used: Optional[Set[int]]) -> None:
         """used: ids of the parameters that take part; None for all."""
@@ -243,23 +256,22 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             if used is not None and id(param) not in used:
                 continue
             view = _as_parameter(flat_view, param)
-            memory, array, carrier = self._submit(slot, view)
+            memory, array, carrier = self._steps.submit(slot, view)
             whole = whole and carrier is array and memory is view
             sent.append(_Sent(slot, view, memory, carrier, None))
         # As DDP itself would do it.
-        together = self._mean(bucket.buffer) if whole and sent else None
-        self._sent += [each._replace(wait=together or self._mean_of(each)) for each in sent]
-
-    def _mean_of(self, sent: _Sent) -> Optional[Callable[[], None]]:
-        """Starts the mean over ranks of what goes in place of a gradient, where that is not
-        gathered."""
-        is_payload = self._exchange.is_payload(sent.slot.name, sent.carrier)
-        return self._mean(tensor_of(sent.carrier)) if is_payload else None
+        together = self._ranks.mean(bucket.buffer) if whole and sent else None
+        for each in sent:
+            wait = together
+            # What goes in place of a gradient, where that is not gathered.
+            if not wait and self._session.exchange.tensors.is_payload(each.slot.name, each.carrier):
+                wait = self._ranks.mean(tensor_of(each.carrier))
+            self._sent.append(each._replace(wait=wait))
 
     def _finish(self) -> None:
         """Brings all results, after the last bucket."""
-        exchange = self._exchange
-        self._streams.join()
+        exchange, lifecycle = self._session.exchange, self._session.lifecycle
+        self._steps.streams.join()
         exchange.flush()
         for each in self._sent:
             if each.wait is not None:
@@ -267,18 +279,19 @@ class DDPCompression(OptimizerCompression, RanksBinding):
             exchange.finish(each.slot.name, each.carrier, now=False)
         for each in self._sent:
             if each.memory is not each.view:
-                self._copy_result(each.memory, each.view)
-        if self._grad_scaler is not None and not exchange.succeeded and exchange.keeps_state:
+                self._steps.copy_result(each.memory, each.view)
+        scaled = self._steps.grad_scaler is not None
+        if scaled and not exchange.succeeded and exchange.tensors.keep_state:
             # Each optimizer looks at its own gradients only. One that found them finite would use
             # what is rolled back where another one has skipped its step, and comes again.
             for _, buffer in self._futures:
                 buffer.fill_(float("nan"))
         self._note_result()
-        self._step.take(Event.ARRIVE)
+        lifecycle.take(Event.ARRIVE)
         # A rank that has joined takes part in the others' steps, outside of a backward pass.
         in_backward = _in_backward()
-        if self._optimizer is None or not in_backward:
-            self._step.take(Event.COMMIT)
+        if self._steps.optimizer is None or not in_backward:
+            lifecycle.take(Event.COMMIT)
         if self._reached is not None:
             self._reached.clear()
         futures, self._futures = self._futures, []
@@ -288,46 +301,46 @@ class DDPCompression(OptimizerCompression, RanksBinding):
 
     # -- around steps of the optimizer
 
-    def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
 
     def _note_result(self) -> None:
         """Keeps what tells later whether gradients with a momentum were changed. A GradScaler takes
         its scale off them."""
-        self._result = None
-        if not self._takeover.variants or self._grad_scaler or not self._exchange.succeeded:
+        self._result, takeover = None, self._steps.takeover
+        succeeded = self._session.exchange.succeeded
+        if not takeover.variants or self._steps.grad_scaler or not succeeded:
             return
-        covered = [each for each in self._sent if self._takeover.covers(each.slot.param)]
+        covered = [each for each in self._sent if takeover.covers(each.slot.param)]
         if covered:
             smallest = min(covered, key=lambda each: each.view.numel())
             self._result = smallest.slot.param, smallest.view.clone()
 
-    def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_use(self, optimizer: torch.optim.Optimizer) -> None:
         if self._result is not None:
             param, result = self._result
             changed = param.grad is not None and not torch.equal(param.grad, result)
             if changed and not in_grad_scaler():
-                warn_of_changed(str(self._compressor.id), "backward()")
-        super()._before_use(optimizer)
+                warn_of_changed(str(self._session.compressor.id), "backward()")
 
-    def _leave_unused(self) -> None:
-        if self._step.is_unused and self._exchange.succeeded:
-            scaler, scale = self._grad_scaler, self._scale
+    def before_unused(self) -> None:
+        session = self._session
+        if session.exchange.succeeded:
+            scaler, scale = self._steps.grad_scaler, self._steps.scale
             skipped = scale is not None and scaler.get_scale() < scale
             # Whether gradients were zeroed since is not known: they may add up.
-            if not skipped and (self._discardable or self._compressor.policy.m):
+            if not skipped and (session.discardable or session.compressor.policy.m):
                 raise RuntimeError(_OTHER_OPTIMIZER if self._has_others else _UNUSED)
-            if not self._discardable and self._has_others:
+            if not session.discardable and self._has_others:
                 # It has used them.
-                self._step.take(Event.COMMIT)
-        super()._leave_unused()
+                session.lifecycle.take(Event.COMMIT)
 
     # Looked for once, because that takes long.
     @functools.cached_property
     def _has_others(self) -> bool:
         """True where another optimizer than the given one has parameters of this model."""
-        model, own = self._model(), self._bound_optimizer
+        model, own = self._model(), self._steps.bound_optimizer
         found = optimizers_of(model) if own is not None and model is not None else []
         return found not in ([], [own])
 

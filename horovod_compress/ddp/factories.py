@@ -5,20 +5,10 @@ from typing import Any, Optional
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.auto import trial_arguments
-from ..pytorch.auto import OnTrial
-from ..pytorch.compression import refuse_begun_within_step
+from ..session.auto import Auto, auto_of
+from ..torch_common.steps import refuse_begun_within_step
 from .checks import check_unhooked
 from .compression import DDPCompression, hook
-
-
-class DDPCompressionOnTrial(OnTrial, DDPCompression):
-    """A compression that is chosen by trial while training begins."""
-
-
-def is_auto(spec: Any) -> bool:
-    """Returns whether a spec leaves the choice to a trial."""
-    return spec == "auto" or isinstance(spec, dict) and spec.get("id") == "auto"
 
 
 def compress(
@@ -54,8 +44,8 @@ def compress(
 
 def make(spec: Any, model: Any, optimizer: Any, **options: Any) -> DDPCompression:
     """A compression for a model whose communication hook calls it. As of `compress`."""
-    if not is_auto(spec):
-        return DDPCompression(spec, model, optimizer, **options)
-    chosen = {} if spec == "auto" else {key: spec[key] for key in spec if key != "id"}
-    auto = trial_arguments(**chosen, check=refuse_begun_within_step)
-    return DDPCompressionOnTrial(auto, model, optimizer, **options)
+    return DDPCompression(trial_of(spec) or spec, model, optimizer, **options)
+
+
+def trial_of(spec: Any) -> Optional[Auto]:
+    return auto_of(spec, refuse_begun_within_step)

@@ -11,52 +11,59 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..adapters.binding import Binding
 from ..compressors.base import Compressor
 from ..protocol.handshake import gather
 from ..protocol.machine import Machine, Placement
+from ..session.ranks import Ranks
 from ..transport.base import Transport
-from ..transport.distributed import DistributedTransport
 from ..transport.loopback import Loopback
+from .transport import DistributedTransport
 
 _TOLD = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-class RanksBinding(Binding):
-    """A compression bound to the ranks of a process group. group: None for all ranks."""
+class GroupRanks(Ranks):
+    """The ranks of a process group. group: None for all ranks.
 
-    # Where there is more than one rank.
-    _ranks: "RanksBeside"
+    Attributes:
+        beside: the transport of these ranks, where there is more than one.
+    """
+
+    refused_alone = (
+        "on one rank nothing is exchanged, so what ranks have not sent yet cannot be applied: "
+        "train on two ranks or more"
+    )
+    beside: "RanksBeside"
 
     def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
-        Binding.__init__(self, dist.get_world_size(group) > 1)
-        if self._active:
-            self._ranks = RanksBeside(group)
+        super().__init__(dist.get_world_size(group) > 1)
+        if self.active:
+            self.beside = RanksBeside(group)
 
     def _places(self) -> List[Any]:
         """By rank, what its launcher has told it: the number of its machine, which of the ranks
         there it is, and how many those are; [] for one that was not told. All ranks call it."""
         told = [int(os.environ[name]) for name in _TOLD if name in os.environ]
-        return gather(self._ranks, "hvdc.places", told if len(told) == len(_TOLD) else [])
+        return gather(self.beside, "hvdc.places", told if len(told) == len(_TOLD) else [])
 
-    def _rank_and_size(self) -> Tuple[int, int]:
-        return (self._ranks.rank, self._ranks.size) if self._active else (0, 1)
+    def rank_and_size(self) -> Tuple[int, int]:
+        return (self.beside.rank, self.beside.size) if self.active else (0, 1)
 
-    def _transport_of(self, compressor: Compressor) -> Transport:
+    def transport_of(self, compressor: Compressor) -> Transport:
         if compressor.policy.transport == "mpi":
             raise ValueError(
                 "transport=mpi is for Horovod's ranks: leave it out, and payloads travel by "
                 "torch.distributed"
             )
-        return self._ranks if self._active else Loopback.group(1)[0]
+        return self.beside if self.active else Loopback.group(1)[0]
 
-    def _machine_for(self, compressor: Compressor) -> Optional[Machine]:
-        # Where ranks are takes a collective to know.
-        return super()._machine_for(compressor) if compressor.policy.hosts else None
+    def machine_of(self, compressor: Compressor) -> Optional[Machine]:
+        """As of `Ranks`. Where ranks are takes a collective to know."""
+        return super().machine_of(compressor) if compressor.policy.hosts else None
 
-    def _placement(self) -> Placement:
-        rank, places, refused = self._ranks.rank, self._places(), None
-        if self._ranks.size < dist.get_world_size():
+    def placement(self) -> Placement:
+        rank, places, refused = self.beside.rank, self._places(), None
+        if self.beside.size < dist.get_world_size():
             refused = "needs all ranks of a machine: leave process_group out, or hosts"
         elif not all(places):
             refused = (
@@ -69,14 +76,14 @@ class RanksBinding(Binding):
         even = len({each[2] for each in places}) == 1
         return Placement(rank, machine, local, size, even)
 
-    def _mean(self, tensor: torch.Tensor, name: str = "") -> Callable[[], Any]:
+    def mean(self, tensor: torch.Tensor, name: str = "") -> Callable[[], Any]:
         """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
         it. Names are for transports that need them."""
-        size = self._ranks.size
+        size = self.beside.size
         # As DDP does it. Small numbers of float16 would lose digits.
         if tensor.dtype != torch.float16:
-            return self._ranks.reduce(tensor.mul_(1.0 / size))
-        wait = self._ranks.reduce(tensor)
+            return self.beside.reduce(tensor.mul_(1.0 / size))
+        wait = self.beside.reduce(tensor)
 
         # Several gradients may wait for one bucket.
         @functools.lru_cache(maxsize=None)

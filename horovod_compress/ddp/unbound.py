@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.binding import NotBoundError, Unbound
 from ..compressors.base import Compressor
 from ..engine.exchange import Exchange
-from ..pytorch.optimizers import before_closures
-from ..pytorch.search import objects_of
+from ..session.unbound import NotBoundError, Unbound
+from ..torch_common.optimizers import before_closures
+from ..torch_common.search import objects_of
 from ..transport.loopback import Loopback
 from .checks import optimizers_of
 from .compression import DDPCompression, hook
-from .factories import is_auto, make
+from .factories import make, trial_of
 
 
 class Waiting:
@@ -25,7 +25,7 @@ class Waiting:
     def __init__(self, compressor: Compressor) -> None:
         self.config = compressor.config
         nothing = Exchange(compressor, Loopback.group(1)[0], {})
-        self.stats, self.stats_by_tensor = nothing.stats, nothing.stats_by_tensor
+        self.stats, self.stats_by_tensor = nothing.stats, nothing.tensors.stats_by_name
         self.told: List[Tuple[str, tuple, Dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +46,7 @@ class HookState(Unbound):
     _bound_class = DDPCompression
 
     def __init__(self, spec: Any, **options: Any) -> None:
-        super().__init__("none" if is_auto(spec) else spec, **options)
+        super().__init__("none" if trial_of(spec) else spec, **options)
         moments = self._compressor.policy.moments
         if moments != "minibatch":
             raise ValueError(
@@ -62,7 +62,6 @@ class HookState(Unbound):
         return self._bound[0] if self._bound else self._waiting
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
-        """As of `DDPCompression`."""
         param = bucket.parameters()[0]
         if not self._bound:
             models = [its for its in self._models() if any(param is p for p in its.parameters())]

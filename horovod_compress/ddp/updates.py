@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapters.updates import Nesterov, check_ranks_of_part
 from ..compressors.advice import ADAM
-from ..pytorch.adam import AdamWOfRanks
-from ..pytorch.parameters import NamedParameters
-from ..pytorch.search import objects_of
-from ..pytorch.update_compression import UpdateExchange
-from ..pytorch.updates import UpdatingOptimizer
-from .ranks import RanksBinding
+from ..session.updates import Nesterov, check_ranks_of_part
+from ..torch_common.adam import AdamWOfRanks
+from ..torch_common.parameters import NamedParameters
+from ..torch_common.search import objects_of
+from ..torch_common.updates import UpdatingOptimizer
+from .ranks import GroupRanks
 
 
 class AdamW(AdamWOfRanks):
@@ -22,12 +21,6 @@ class AdamW(AdamWOfRanks):
 
     _known_as = "ddp.AdamW"
     _size = staticmethod(dist.get_world_size)
-
-
-class UpdateCompression(UpdateExchange, RanksBinding):
-    """The exchange of an UpdateOptimizer."""
-
-    _broadcast = "broadcast the parameters of rank 0 (torch.distributed.broadcast)"
 
 
 class UpdateOptimizer(UpdatingOptimizer):
@@ -84,7 +77,9 @@ class UpdateOptimizer(UpdatingOptimizer):
             named_parameters,
             every,
             outer,
-            functools.partial(UpdateCompression, process_group, compression),
+            functools.partial(GroupRanks, process_group),
+            compression,
+            "broadcast the parameters of rank 0 (torch.distributed.broadcast)",
         )
 
     # torch declares it once for each kind of closure.

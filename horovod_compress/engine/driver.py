@@ -1,37 +1,20 @@
-"""The common part of drivers of a compression's steps: its tensors, what they keep, and what they
-have counted. How a step's requests are answered is each driver's own."""
+"""The common part of drivers of a compression's steps: what they know of a step, switches and
+states. How a step's requests are answered is each driver's own."""
 
 import contextlib
 import dataclasses
-import json
-import logging
-import math
-import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
-from .. import kernels
 from ..compressors.base import Compressor, Step
-from ..compressors.dense import dense_compressor
-from ..compressors.model import Model
-from ..compressors.state import Role
-from ..compressors.wrapper import kin_of
 from ..protocol.machine import Machine
-from ..protocol.requests import DECLARABLE, FLOAT32
 from . import checkpoint
-from .dense_policy import compressor_for, go_dense
-from .extension import Extension
-from .frozen import Frozen
-from .group import Group
-from .handover import Handover
-from .loss_scale import LossScale
-from .records import Stats, TensorStats
-from .tensor import SENT, SPENT, Tensor
-from .wrappers import wrapped
-
-_log = logging.getLogger("horovod_compress")
+from .features import Features
+from .record_types import Stats
+from .tensor import Tensor
+from .tensors import Tensors
 
 
 @dataclasses.dataclass
@@ -45,11 +28,22 @@ class Transaction:
 
 
 class Driver(ABC):
-    """One rank's side of a compression. compressor: the configuration in force; dense_alone: where
-    there is one rank only, nothing is held back, because nothing travels; machine: the ranks of
-    this one's machine, where features need them. `extensions` are by name, the innermost first."""
+    """One rank's side of a compression.
 
-    # Which names of collectives begin with: of steps that follow.
+    Args:
+        compressor: the configuration in force.
+        rank: this rank.
+        size: the number of ranks.
+        features: beside the algorithm.
+        machine: the ranks of this one's machine, where features need them.
+
+    Attributes:
+        tensors: what is kept and counted.
+        now: what is known of the coming step.
+        label: the beginning of names of collectives, of steps that follow.
+        within: says whether a step is under way although no tensor is open.
+    """
+
     label = "hvdc"
 
     def __init__(
@@ -57,27 +51,15 @@ class Driver(ABC):
         compressor: Compressor,
         rank: int,
         size: int,
-        dense_alone: bool = False,
+        features: Features,
         machine: Optional[Machine] = None,
     ) -> None:
-        self.compressor = compressor
-        self._dense_alone = dense_alone
-        self.machine = machine
-        self._tensors: Dict[str, Tensor] = {}
-        # A compressor of each kin.
-        self._kins: List[Compressor] = []
-        self._model = Model()
-        self._now = Step(0, rank, size, clip_norm=compressor.policy.clip_norm)
+        self.tensors, self.features = Tensors(compressor, machine), features
+        self.now = Step(0, rank, size, clip_norm=compressor.policy.clip_norm)
         self._steps_ended = self._steps_undone = 0
-        self._dense_was_logged = False
-        self.handover = Handover()
-        self.extensions: Dict[str, Extension] = {}
-        self.extend("loss scale", LossScale())
-        self.extend("switch", self.handover)
-        self.extend("frozen", Frozen())
         # The one that a tensor came to last.
         self._latest = Transaction()
-        # Says whether a step is under way although no tensor is open. bool() is False.
+        # bool() is False.
         self.within: Callable[[], bool] = bool
 
     @abstractmethod
@@ -101,6 +83,8 @@ class Driver(ABC):
     def steps_taken(self) -> Any:
         """The steps taken, as a state says: a number, or one for each tensor."""
 
+    # -- a step
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Within it a step is under way, also for a handler of signals that asks."""
@@ -117,34 +101,6 @@ class Driver(ABC):
                 f"a step is under way, or was given up ({names}not finished): ask between "
                 "optimizer.step() and the next backward()"
             )
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._now.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._now.size
-
-    @property
-    def tensors(self) -> Collection[Tensor]:
-        """All that are known."""
-        return self._tensors.values()
-
-    def on_device(self, name: str) -> bool:
-        """Returns whether a tensor's steps can be where its gradient is, if that is a device; else
-        they are on the CPU."""
-        tensor = self._tensors.get(name)
-        return tensor is not None and tensor.compressor.traits.on_device and tensor.numel < 2**31
-
-    def carries_float64(self, name: str) -> bool:
-        """Returns whether gradients of float64 of this tensor may come as such, because they are
-        not compressed; else they have to be float32."""
-        tensor = self._tensors.get(name)
-        clips = self._now.clip_norm is not None
-        return tensor is not None and tensor.compressor.traits.carries_float64 and not clips
 
     @property
     def under_way(self) -> bool:
@@ -176,88 +132,17 @@ class Driver(ABC):
         self._steps_ended += 1
         self._steps_undone += not transaction.finite
 
-    def _add(self, name: str, shape: tuple, variant: Compressor) -> Tensor:
-        """Makes a tensor known."""
-        chosen = wrapped(compressor_for(variant, name, shape), shape, self.machine)
-        kins = [kin_of(each) for each in (*self._kins, chosen)]
-        kin = kins.index(kins[-1])
-        if kin == len(self._kins):
-            self._kins.append(chosen)
-        elif self._kins[kin] == chosen:
-            chosen = self._kins[kin]
-        digest = zlib.crc32(json.dumps([repr(chosen), name, shape]).encode())
-        state, declared = chosen.init(name, shape), chosen.collectives(self._now.size)
-        undeclared = [key for key in state.arrays if not isinstance(chosen.roles.get(key), Role)]
-        if undeclared:
-            raise ValueError(
-                f"{chosen.id} keeps {', '.join(undeclared)}: `roles` must say of each array of the "
-                f"state whether it is LOCAL or SHARED"
-            )
-        if not isinstance(declared, tuple) or not declared or not DECLARABLE.issuperset(declared):
-            raise ValueError(
-                f"{chosen.id}: `collectives` must return a tuple of some of {sorted(DECLARABLE)}, "
-                f"not {declared!r}"
-            )
-        # Tensors that go dense may do so by the same algorithm.
-        dense = dense_compressor(variant.policy.dense, variant.policy.seed or 0)
-        if type(chosen) is type(self.compressor) and chosen != dense:
-            self._model.add(name, math.prod(shape))
-            state.model = self._model
-        self._tensors[name] = Tensor(name, chosen, state, kin, digest, math.prod(shape), declared)
-        return self._tensors[name]
-
-    def _known(self, name: str, grad: np.ndarray) -> Tensor:
-        """The tensor that a gradient is of. ValueError for what cannot be one."""
-        if name not in self._tensors:
-            raise ValueError(f"{name} is none of the tensors of this compression")
-        tensor = self._tensors[name]
-        fits = grad.dtype == FLOAT32 or grad.dtype == np.float64 and self.carries_float64(name)
-        if not fits or grad.shape != (tensor.numel,):
-            raise ValueError(
-                f"{name}: expected {tensor.numel} float32 in one dimension, not {grad.shape} of "
-                f"{grad.dtype}"
-            )
-        return tensor
-
-    def _features(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> List[Extension]:
-        """The features that the steps of tensors have to do with, the innermost first."""
-        return [each for each in self.extensions.values() if each.concerns(tensors, steps)]
-
-    def _apart(self, group: Group, step: Step) -> Collection[str]:
-        """The names of a group's tensors that go alone in this step, which are dense in it."""
-        if self._dense_alone and step.size == 1:
-            return [t.name for t in group.tensors if t.compressor.residual(t.state) is not None]
-        dense = self._go_dense(group, step)
-        if dense and not self._dense_was_logged:
-            self._dense_was_logged = True
-            if step.rank == 0:
-                _log.warning(
-                    "%s: at step %d gathering %s from %d ranks would move more than a dense "
-                    "exchange does: it goes dense, and so do other tensors wherever that is so",
-                    self.compressor.id,
-                    step.index,
-                    next(tensor.name for tensor in group.tensors if tensor.name in dense),
-                    step.size,
-                )
-        owing = self.handover.owing(group.tensors)
-        return {*dense, *owing} if owing else dense
-
-    def _go_dense(self, group: Group, step: Step) -> Collection[str]:
-        return go_dense(group, step)
-
-    def extend(self, name: str, extension: Extension) -> None:
-        """Adds a feature around those that are there, or replaces the one of that name."""
-        self.extensions[name] = extension
+    # -- between steps
 
     def expect(self, **known: Any) -> None:
         """Says what is known of the coming steps: fields of `Step` by name."""
-        self._now = dataclasses.replace(self._now, **known)
+        self.now = dataclasses.replace(self.now, **known)
 
     def resize(self, rank: int, size: int) -> None:
         """From the next step on, this is rank `rank` of `size`. What is kept stays."""
         self.end_step()
         self.expect(rank=rank, size=size)
-        for tensor in self._tensors.values():
+        for tensor in self.tensors:
             tensor.declared = tensor.compressor.collectives(size)
 
     def switch(
@@ -268,49 +153,51 @@ class Driver(ABC):
         factor: Optional[float] = 1.0,
         **links: Any,
     ) -> None:
-        """From the next step on, tensors are compressed as {name: (shape, compressor)} says, the
-        compressor being `compressor` or a variant. What was kept goes on: in the state, or where
-        that has no place for it, densely in the next step that succeeds. gains: by name, new over
-        old factor that the reducer applies to a result, where that is not 1; factor: that of a 1 on
-        each rank, None if it is not known yet, and `Handover.check_host` will be told; links: other
-        attributes from then on, as `machine` and `transport`. A new tensor has kept nothing; what a
-        tensor kept that is left out is gone. ValueError, and nothing changed, where compressors do
-        not suit. The last step can no longer be discarded."""
-        self.arrays()
-        before, earlier = dict(vars(self)), self._tensors
-        vars(self).update(links, compressor=compressor, _tensors={}, _kins=[], _model=Model())
-        try:
-            for name, (shape, variant) in tensors.items():
-                self._add(name, shape, variant)
-        except BaseException:
-            vars(self).update(before)
-            raise
-        for name, tensor in self._tensors.items():
-            if name in earlier:
-                self.handover.hand_over(earlier[name], tensor, gains.get(name, 1.0), factor)
-        self.extend("frozen", Frozen())
-        self.expect(clip_norm=compressor.policy.clip_norm)
-        self._latest, self._dense_was_logged = Transaction(), False
+        """From the next step on, tensors are compressed as another choice says.
 
-    @property
-    def keeps_state(self) -> bool:
-        """True if anything of a gradient is kept for later steps."""
-        return any(tensor.state.arrays for tensor in self._tensors.values())
+        What was kept goes on: in the state, or where that has no place for it, densely in the next
+        step that succeeds. A new tensor has kept nothing; what a tensor kept that is left out is
+        gone. The last step can no longer be discarded.
+
+        Args:
+            compressor: the configuration.
+            tensors: {name: (shape, compressor)}, that being `compressor` or a variant.
+            gains: by name, what the optimizer's own momentum makes of a result under the new
+                choice, over the same under the old one, where that is not 1.
+            factor: that of a 1 on each rank, None if it is not known yet, and
+                `Handover.check_host` will be told.
+            **links: other attributes from then on, as `transport`; and `machine`.
+
+        Raises:
+            ValueError: compressors do not suit; nothing is changed then.
+        """
+        self.arrays()
+        new = Tensors(compressor, links.pop("machine", self.tensors.machine))
+        for name, (shape, variant) in tensors.items():
+            new.add(name, shape, variant, self.now.size)
+        for tensor in new:
+            if tensor.name in self.tensors:
+                gain = gains.get(tensor.name, 1.0)
+                earlier = self.tensors[tensor.name]
+                self.features.handover.hand_over(earlier, tensor, gain, factor)
+        vars(self).update(links, tensors=new)
+        self.features.switched()
+        self.expect(clip_norm=compressor.policy.clip_norm)
+        self._latest = Transaction()
 
     def arrays(self) -> Dict[str, Dict[str, np.ndarray]]:
         """{name: {array name: array}}: the state itself, not a copy."""
         self.end_step()
-        for tensor in self._tensors.values():
-            tensor.compressor.apply_pending(tensor.state)
-        return {name: tensor.state.arrays for name, tensor in self._tensors.items()}
+        return self.tensors.arrays()
 
     def _identity(self) -> Dict[str, Any]:
         """The part of a state that must be alike where it is loaded."""
+        compressor = self.tensors.compressor
         return {
-            "id": self.compressor.id,
-            "rank": self._now.rank,
-            "size": self._now.size,
-            "seed": self.compressor.policy.seed,
+            "id": compressor.id,
+            "rank": self.now.rank,
+            "size": self.now.size,
+            "seed": compressor.policy.seed,
             **checkpoint.parts.of_tensors(self.tensors),
         }
 
@@ -318,14 +205,14 @@ class Driver(ABC):
         """This rank's state as plain values and copied arrays. into: a
         state_dict of the same driver that is not needed any more; its memory is used again."""
         self.arrays()
-        return checkpoint.saved(self._identity(), self._tensors.values(), self.steps_taken(), into)
+        return checkpoint.saved(self._identity(), self.tensors, self.steps_taken(), into)
 
     def load_state_dict(self, state: Any) -> None:
         """Continues from what `checkpoint.checked` finds for this rank in a state_dict, or in a
         list of all ranks'. ValueError, and nothing changed, where that does not fit."""
         saved = checkpoint.checked(state, self._identity(), self.steps_taken())
         self._continue_from(saved)
-        self.handover.takes_average = False
+        self.features.handover.takes_average = False
 
     def go_back_to(self, state: Dict[str, Any]) -> None:
         """Continues from a state_dict of this driver, whatever its rank was then. A step that is
@@ -346,33 +233,9 @@ class Driver(ABC):
         """
         if not self.under_way:
             self.arrays()
-        residuals = [tensor.residual for tensor in self._tensors.values()]
-        squares = sum(
-            kernels.of(residual).squared_norm([residual])[0]
-            for residual in residuals
-            if residual is not None
-        )
-        counters = self.totals()
-        dense, sent = counters["dense_bytes"], counters["bytes_sent"]
-        computed = {
-            "ratio": dense / sent if sent else 1.0,
-            "residual_norm": squares**0.5,
-            "overflows": sum(tensor.state.overflows for tensor in self._tensors.values()),
-        }
-        return cast(Stats, {**counters, **computed})
+        return self.tensors.stats(self.totals())
 
     def totals(self) -> Dict[str, float]:
         """Counts of `stats`: of steps, bytes, elements and seconds; nothing is computed for it."""
-        summed = {
-            key: sum(tensor.counters[key] for tensor in self._tensors.values())
-            for key in (*SENT, *SPENT)
-        }
-        return {"steps": self._steps_ended, "steps_undone": self._steps_undone, **summed}
-
-    def stats_by_tensor(self) -> Dict[str, TensorStats]:
-        """{name: {"bytes_sent", "dense_bytes", "elements_sent"}} of each tensor: totals since the
-        start. bytes_sent has the tensor's frames and carriers, which `stats` adds others to."""
-        return {
-            name: cast(TensorStats, {key: tensor.counters[key] for key in SENT})
-            for name, tensor in self._tensors.items()
-        }
+        steps = {"steps": self._steps_ended, "steps_undone": self._steps_undone}
+        return {**steps, **self.tensors.totals()}

@@ -49,8 +49,8 @@ class Group:
         self.numel += tensor.numel
 
     def follow(self, tensors: Sequence[Tensor], grads: Sequence[Any]) -> bool:
-        """Brings states to where gradients are. Returns whether all are at one place, and have the
-        same compressor."""
+        """Moves the tensors' states to the device of their gradients. True if all gradients are on
+        one device and all tensors have the same compressor."""
         if self.on_device or set(map(type, grads)) != {np.ndarray}:
             self.on_device = True
             for tensor, grad in zip(tensors, grads):
@@ -91,6 +91,6 @@ def form(
             carried = carries and tensor.declared[0].verb == "reducer"
             group = open_groups[tensor.kin] = Group(carried, frame_length())
             groups.append(group)
-        tensor.place = len(group.tensors)
+        tensor.alone, tensor.place = None, len(group.tensors)
         group.add(tensor)
     return groups

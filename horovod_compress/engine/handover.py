@@ -82,7 +82,7 @@ class Handover(Extension):
         Args:
             earlier: the tensor as it was, with arrays that are up to date.
             tensor: the same tensor under its new compressor.
-            gain: new over old factor that the reducer applies to a result.
+            gain: what the optimizer's own momentum makes of a result now, over the same before.
             factor: what the reducer makes of a 1 on each rank; None: not known yet, taken for 1.
         """
         tensor.counters, state, old = earlier.counters, tensor.state, earlier.compressor
@@ -108,9 +108,9 @@ class Handover(Extension):
         if self.takes_average and abs(factor - 1) > 1e-6:  # which predivision may round
             raise RuntimeError(
                 "a loaded state was switched to another algorithm before the first gradient, when "
-                "it was not known that Horovod's optimizer does not average: what small tensors' "
+                "it was not known that the host does not average: what small tensors' "
                 "momentum is still to bring would come times the number of ranks. Load the states "
-                "again, and call switch() after the first step, or say op=hvd.Average"
+                "again, and call switch() after the first step, or have it average"
             )
         # Ranks that come later change nothing of what was handed over.
         self.takes_average = False

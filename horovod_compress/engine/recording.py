@@ -28,7 +28,7 @@ from .. import kernels
 from ..compressors.base import Compressor, Step
 from .driver import Driver
 from .extension import Extension
-from .records import Record, TensorRecord
+from .record_types import Record, TensorRecord
 from .tensor import SENT, SPENT, Tensor
 
 FORMAT = "horovod_compress.record/1"
@@ -115,10 +115,10 @@ class Recorder(Extension):
             "format": FORMAT,
             "step": step,
             "time": time.time(),
-            "rank": driver.rank,
-            "size": driver.size,
-            "spec": driver.compressor.config,
-            **self._since(self._before, totals, _COUNTED, driver.tensors),
+            "rank": driver.now.rank,
+            "size": driver.now.size,
+            "spec": driver.tensors.compressor.config,
+            **self._since(self._before, totals, _COUNTED, list(driver.tensors)),
         }
         if self._by_tensor:
             record["tensors"] = {t.name: self._of_tensor(t) for t in driver.tensors}
@@ -178,7 +178,7 @@ class Recorder(Extension):
             self._to(record)
 
     def _of_rank(self, path: str) -> str:
-        return path.replace("{rank}", str(self._driver.rank))
+        return path.replace("{rank}", str(self._driver.now.rank))
 
     def _warn(self, step: int, error: OSError) -> None:
         if not self._warned:
@@ -242,8 +242,8 @@ class Growth:
         kept = [tensor for tensor in driver.tensors if tensor.residual is not None]
         sent = sum(tensor.counters["elements_sent"] for tensor in kept)
         numel = sum(tensor.numel for tensor in kept)
-        if driver.compressor is not self._compressor:
-            self._compressor = driver.compressor
+        if driver.tensors.compressor is not self._compressor:
+            self._compressor = driver.tensors.compressor
             self._points: List[_Point] = []
             # The step and what had been sent when it began.
             self._first, self._sent_before = record["step"], sent
@@ -264,7 +264,7 @@ class Growth:
             self._warned = True
             middle, last = self._points[len(self._points) // 2], self._points[-1]
             warnings.warn(
-                f"horovod_compress: what {driver.compressor.id} keeps of gradients goes on "
+                f"horovod_compress: what {driver.tensors.compressor.id} keeps of gradients goes on "
                 f"growing: its norm is {last.residual:.3g} at step "
                 f"{last.step}, {last.residual / last.gradient:.3g} times a gradient's, and was "
                 f"{middle.residual:.3g} at step {middle.step}. Send "

@@ -9,7 +9,7 @@ from ..compressors import Spec, for_gradients
 from ..compressors.learning_rate import decide_follow_lr
 from ..transport.loopback import Loopback
 from .lockstep import Named, make_ranks, run_step
-from .records import Stats
+from .record_types import Stats
 
 
 @dataclasses.dataclass(repr=False)

@@ -47,7 +47,7 @@ def discard(driver: Driver) -> None:
     Raises:
         RuntimeError: steps are not discardable, or one is under way.
     """
-    snapshots = driver.extensions.get("discard")
+    snapshots = driver.features.get("discard")
     if not isinstance(snapshots, Snapshots):
         raise RuntimeError(
             "only a compression that was made with discardable=True can forget a step"

@@ -7,29 +7,13 @@ import json
 import reprlib
 import threading
 import warnings
-from typing import Any, Callable, Iterator, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Protocol, Tuple
 
 import numpy as np
 
 
 class MismatchError(RuntimeError):
     """The ranks were started with different options, models or versions."""
-
-
-REDUCES_ONLY = (
-    "hvd.join() works with Horovod's own reductions only, and this compression exchanges more"
-)
-
-
-def error_of_joined(count: int, size: int, ranks: Sequence[int], why: str) -> RuntimeError:
-    """The error for the remaining ranks after `count` ranks have joined, of which `ranks` are
-    known."""
-    which = f" ({'rank' if count == 1 else 'ranks'} {', '.join(map(str, ranks))})" if ranks else ""
-    return RuntimeError(
-        f"{count} of {size} ranks have called hvd.join(){which}: {why}. Let every rank take the "
-        f"same number of steps, train inside `with "
-        "hvdc.uneven(optimizer):` (PyTorch), or use none or fp16"
-    )
 
 
 class AnyTransport(Protocol):
@@ -170,15 +154,13 @@ def step_numbers(index: int) -> np.ndarray:
 
 
 def check_step_numbers(
-    summed: np.ndarray, index: int, size: int, joined: Callable[[], Sequence[int]] = list
+    summed: np.ndarray, index: int, size: int, error_of_missing: Callable[[int, str], Exception]
 ) -> None:
-    """MismatchError where ranks are at different steps, RuntimeError where some are gone; joined:
-    finds out which have called hvd.join()."""
+    """MismatchError where ranks are at different steps, and an error as of `Transport` where some
+    are gone."""
     ranks, total, squares = summed.tolist()
     if ranks != size:
-        raise error_of_joined(
-            size - ranks, size, joined(), "sums of this compression are wrong without them"
-        )
+        raise error_of_missing(size - ranks, "sums of this compression are wrong without them")
     # The sum of (x - y)^2 over all pairs of ranks: 0 for equal numbers only. Sums that overflowed
     # are right modulo 2^64, which it reaches only where numbers are 2^32 / N apart.
     if (ranks * squares - total * total) % 2**64:

@@ -8,8 +8,8 @@ and DistributedGradientTape.
     optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
 """
 
-from ..adapters.process_sets import says_what_is_missing
-from ..adapters.updates import Nesterov
+from ..session.process_sets import says_what_is_missing
+from ..session.updates import Nesterov
 
 try:
     from . import elastic

@@ -5,7 +5,7 @@ from typing import Any, Dict, Optional, Sequence
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..adapters.updates import AVERAGED, check_ranks
+from ..session.updates import AVERAGED, check_ranks
 from .horovod_internals import is_horovods
 
 

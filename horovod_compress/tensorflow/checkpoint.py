@@ -9,7 +9,7 @@ from typing import Any, Dict, Union
 import horovod.tensorflow as hvd
 import numpy as np
 
-from .applied import TellsOfIdling
+from .applied_gradients import TellsOfIdling
 from .compression import BoundCompression
 from .unbound import UnboundCompression
 

@@ -2,9 +2,9 @@
 
 from typing import Any, Iterable
 
-from ..adapters.binding import warn_once
 from ..compressors.base import Compressor
 from ..compressors.dense import dense_compressor
+from ..session.notices import warn_once
 from .horovod_internals import is_scaler
 
 ONE_PASS = "A tape's gradient is one pass, for which moments=minibatch is the same"

@@ -1,59 +1,31 @@
-"""A compression bound to a Keras optimizer or a tape: what serves which optimizer, what users call,
-and elastic jobs."""
+"""A compression bound to a Keras optimizer or a tape: what serves which optimizer, and what users
+call."""
 
-import contextlib
-from typing import (
-    Any,
-    Dict,
-    Hashable,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Iterable, List, Tuple
 
 import tensorflow as tf
 
-from ..adapters.binding import description_of, momentum_of, requested_compressor
-from ..adapters.process_sets import REFUSED_ALONE
 from ..compressors import get_compressor
-from ..compressors.base import Compressor
-from ..deprecated import by_name
-from ..engine import checkpoint
-from ..engine.snapshot import Snapshots
 from ..protocol.handshake import agree
-from ..protocol.machine import Machine
-from .applied import refuse_unreduced
-from .checks import check_elastic, check_options, check_scaler
-from .exchange import GraphExchange
-from .graph import GraphCompression
-from .horovod_internals import trace_again
+from ..session.choice import Choice, momentum_of, requested_compressor
+from .applied_gradients import refuse_unreduced
+from .checks import check_elastic, check_elastic_scale, check_options, check_scaler, tell_of_scaler
+from .graph import Graph
+from .graph_compression import GraphCompression
+from .horovod_internals import loss_scaler
 from .optimizer import (
     SGD,
     before_applying,
     check,
     is_plain_sgd,
     leave_momentum,
+    optimizers_in_reach,
     options_of,
     own_step_of,
-    tell_of_takeover,
     watch_passes,
 )
-
-
-class _Chosen(NamedTuple):
-    """How variables are compressed. requested: as the spec says; compressor: with the momentum that
-    it applies; takes_over: whether that is taken over from an SGD; machine: the ranks of this
-    rank's, where they are of use."""
-
-    requested: Compressor
-    compressor: Compressor
-    takes_over: bool = False
-    machine: Optional[Machine] = None
+from .ranks import TensorFlowRanks
+from .served_optimizers import Serving
 
 
 class BoundCompression(GraphCompression):
@@ -83,7 +55,6 @@ class BoundCompression(GraphCompression):
             differently.
     """
 
-    @by_name
     def __init__(
         self,
         spec: Any,
@@ -93,7 +64,7 @@ class BoundCompression(GraphCompression):
         grad_scaler: Any = None,
         discardable: bool = False,
     ) -> None:
-        super().__init__(process_set, grad_scaler)
+        self._ranks, self._serving = TensorFlowRanks(process_set), Serving()
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError(
                 "TensorFlow 1's graph mode is not supported: a compression's operations belong to "
@@ -103,20 +74,9 @@ class BoundCompression(GraphCompression):
         if optimizer is not None:
             check(optimizer)
         check_scaler(grad_scaler)
-        # Whether momentum that an SGD has gathered by itself still moves variables where it is
-        # taken over.
-        self._lives_on = False
-        self._compressor = get_compressor(spec)
-        self._chosen: Optional[_Chosen] = None  # since `bind`
-        # Whether backward passes can be seen.
-        self._watches = False
-        self._exchange: GraphExchange = GraphExchange(
-            self._compressor,
-            *self._rank_and_size(),
-            dense_alone=self._elastic,
-        )
-        if discardable or grad_scaler is not None:
-            self._exchange.extend("discard", Snapshots())
+        self._grad_scaler = grad_scaler
+        discardable = discardable or grad_scaler is not None
+        super().__init__(Graph(self._ranks, spec, self._serving, self, discardable))
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -124,234 +84,98 @@ class BoundCompression(GraphCompression):
         """Decides what depends on the optimizer, and takes over what it leaves to this compression.
         Once, before the first gradient; also of Horovod's own optimizer. None: nobody knows the
         optimizer, and ValueError where it is needed."""
-        chosen = self._choose(self._compressor, optimizer)
-        self._optimizer = optimizer
-        self._watches = self._active and chosen.compressor.policy.moments == "microbatch"
-        if self._watches:
+        graph, serving, session = self._graph, self._serving, self._session
+        before = serving.bound, serving.is_bound
+        serving.bound, serving.is_bound = optimizer, True
+        try:
+            choice = session.choose(session.choice.requested)
+        except BaseException:
+            serving.bound, serving.is_bound = before
+            raise
+        active, policy = self._ranks.active, choice.compressor.policy
+        serving.watches = active and policy.moments == "microbatch"
+        if serving.watches:
             # First, because it undoes what earlier bindings made of the class.
-            watch_passes(optimizer, self._observe)
-        if isinstance(optimizer, SGD) and self._active:
-            leave_momentum(optimizer, self._covers, lambda: self._lives_on)
-        self._use(chosen)
-        self._exchange.compressor = self._compressor
-        if optimizer is not None and self._active:
-            self._optimizer_class = before_applying(optimizer, self._before_applied)
-        self._agreed = False
+            watch_passes(optimizer, graph.variables.observe)
+        if isinstance(optimizer, SGD) and active:
+            leave_momentum(optimizer, graph.covers, lambda: serving.lives_on)
+        session.use(choice)
+        if optimizer is not None and active:
+            serving.cls = before_applying(optimizer, self._before_applied)
+        session.agreed = False
 
     def _before_applied(
         self, optimizer: Any, grads_and_vars: Iterable[Tuple[Any, Any]]
     ) -> List[Tuple[Any, Any]]:
         """The pairs that the bound optimizer, or Horovod's of it, is to apply."""
         pairs = refuse_unreduced(optimizer, grads_and_vars)
-        self._applied.add(variable for grad, variable in pairs if grad is not None)
-        return self._send_alone(optimizer, pairs) if self._elastic else pairs
+        self._graph.calls.applied.add(variable for grad, variable in pairs if grad is not None)
+        return self._graph.send_alone(optimizer, pairs) if self._ranks.elastic else pairs
 
     def reduced_over(self, process_set: Any) -> None:
         """Takes the process set over which gradients are reduced, where a question came before
         these, and users have given none."""
-        self._join(process_set)
-        self._resize()
+        self._ranks.join(process_set)
+        self._ranks.transport = self._ranks.transport_of(self._session.compressor)
+        self._session.agreed = False
+        self._session.resize()
 
-    def serves(self, variables: Iterable[Any]) -> bool:
-        """Returns whether some of these are known."""
-        return any(
-            isinstance(variable, tf.Variable) and variable.ref() in self._variables
-            for variable in variables
-        )
-
-    def _choose(self, spec: Any, optimizer: Any) -> _Chosen:
-        """The choice that a spec comes to with an optimizer, bound or Horovod's. ValueError for
-        what cannot be served."""
+    def _choose(self, spec: Any) -> Choice:
+        """As of `Port`, with the optimizer, bound or Horovod's."""
+        serving, optimizer = self._serving, self._serving.stepping
+        if not serving.is_bound:
+            compressor: Any = get_compressor(spec)
+            return Choice(compressor, compressor, {}, held=False)
         compressor = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
-        if self._elastic:
+        if self._ranks.elastic:
             check_elastic(compressor, optimizer)
         check_options(compressor, optimizer)
-        machine = self._machine_for(compressor)
         if not compressor.traits.corrects_momentum or optimizer is None:
-            return _Chosen(compressor, compressor, machine=machine)
+            return Choice(compressor, compressor, {}, held=False)
         momentum, nesterov = (
             momentum_of(compressor, options_of(optimizer))
             if isinstance(optimizer, SGD)
             else (0.0, False)
         )
-        takes_over = bool(momentum and self._active)
+        takes_over = bool(momentum and self._ranks.active)
         if takes_over and (method := own_step_of(optimizer)):
             raise ValueError(
                 f"{method} is not SGD's own, so its momentum cannot be taken over: bind with "
                 "momentum=0"
             )
-        return _Chosen(compressor, compressor.bound(momentum, nesterov), takes_over, machine)
+        bound = compressor.bound(momentum, nesterov)
+        return Choice(compressor, bound, {}, held=takes_over)
 
-    def _use(self, chosen: _Chosen) -> None:
-        compressor: Any = chosen.compressor
-        if chosen.takes_over and not self._takes_over:
-            tell_of_takeover(
-                self._optimizer, compressor.id, compressor.momentum, compressor.nesterov
+    def _agreed_scaler(self) -> Any:
+        """The loss scaler, if there is one: all ranks begin with the same scale."""
+        scaler = self._grad_scaler or loss_scaler()
+        if scaler is None and self._serving.horovods is None:
+            tell_of_scaler(optimizers_in_reach())
+        if scaler is not None and self._ranks.elastic:
+            check_elastic_scale(scaler)
+        elif scaler is not None:
+            agree(
+                self._ranks.transport,
+                f"{self._ranks.label()}.scale",
+                {"initial loss scale": float(scaler.initial_scale)},
             )
-            self._lives_on = self._lives_on or bool(self._exchange.shapes)
-        self._chosen, self._compressor = chosen, compressor
-        self._takes_over = chosen.takes_over
-        self._machine = self._exchange.machine = chosen.machine
-
-    def _covers(self, variable: Any) -> bool:
-        """Returns whether a variable's momentum is taken over, where its update is traced."""
-        self._note_traces()
-        # `apply_gradients(zip(tape.gradient(…), …))` is looked up before its first gradients bring
-        # the optimizer here.
-        self._applied.add([variable])
-        return self._takes_over and variable.ref() in self._variables
+        return scaler
 
     # -- for users
 
-    def __repr__(self) -> str:
-        return f"<{self._compressor!r} of {len(self._variables)} variables>"
-
-    @property
-    def is_first(self) -> bool:
-        """True if this is the first rank of those that compress."""
-        return bool(self._process_set.included()) and self._process_set.rank() == 0
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """This rank's residuals and momentum, as NumPy arrays by variable and plain values: one a
-        rank, as `StateCheckpoint` saves them.
-
-        portable: all ranks call this at the same step, and get the same: the mean over ranks of
-        what each has not sent yet, which any number of ranks can go on from. One file is enough.
-        MismatchError where ranks are not at the same step.
-        """
-        state = {**self._exchange.state_dict(), "lives_on": self._lives_on}
-        if portable and self._active:
-            return checkpoint.portable(state, self._transport, self._label())
-        return {**state, "rank": None} if portable else state
-
-    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Continues from what `state_dict` has returned, of the same model: bit for bit from this
-        rank's own, or from a list of all ranks', in any order, or from a portable one. Where that
-        list is of another number of ranks, each rank gets their mean, so the mean of what ranks
-        have not sent yet is kept. Variables that are not known yet get their state when they are.
-        Raises ValueError, with nothing changed, for any other state; where variables are not known
-        yet, tracing does."""
-        if not self._process_set.included():
-            return  # this rank compresses nothing
-        with self._tracing_again():
-            self._exchange.load_state_dict(state)
-            if self._exchange.loaded and not self._active:
-                self._exchange.loaded = {}
-                raise ValueError(f"this state does not fit: {REFUSED_ALONE}")
-            self._loaded = True
-            self._lives_on = bool((state if isinstance(state, dict) else state[0]).get("lives_on"))
-
     def switch(self, spec: Any) -> None:
-        """Goes on with another compression, "dgc:ratio=0.01" or {"id": "dgc", "ratio": 0.01},
-        from the next step on.
-
-        What ranks have not sent yet goes on: in what the new algorithm keeps, else densely in the
-        first step. An SGD's momentum is taken over, or given back, and counts once. Functions whose
-        operations change are traced again when they are called next. All ranks call it between the
-        same two steps, as in a callback's on_epoch_begin. ValueError for a bad spec, RuntimeError
-        in the middle of a step and for a compression that has no optimizer yet, MismatchError where
-        ranks differ; nothing is changed then.
-        """
-        if self._chosen is None:
+        """As of `Bound`. RuntimeError for a compression that has no optimizer yet."""
+        if not self._serving.is_bound:
             raise RuntimeError(
                 "this compression has not come to its optimizer yet: make it with that spec, or "
                 "say hvdc.compression_of(optimizer).switch(…), which "
                 "binds it to Horovod's optimizer"
             )
-        self._switch(get_compressor(spec))
-
-    def _switch(self, spec: Any, compare: bool = True) -> None:
-        exchange = self._exchange
-        exchange.end_step()
-        chosen = self._choose(spec, self._served or self._optimizer)
-        if chosen.compressor.policy.moments == "microbatch" and self._active and not self._watches:
+        compressor = get_compressor(spec)
+        watched = self._serving.watches or not self._ranks.active
+        if compressor.policy.moments == "microbatch" and not watched:
             raise ValueError(
                 "moments=microbatch has to see every backward pass from the first one on: make the "
                 "compression with it"
             )
-        for name, (*_, shape) in list(exchange.loaded.items()):
-            exchange.add(name, shape, self._compressor)
-        if self._active and compare and self._synced:
-            advice = "Call it on all ranks, between the same two steps, with the same spec"
-            agree(
-                self._transport,
-                f"{self._label()}.switch",
-                description_of(chosen.compressor),
-                "called compression.switch()",
-                advice,
-            )
-            self._agreed = True
-        gain = self._gain(chosen.takes_over) / self._gain(self._takes_over)
-        tensors = {name: (shape, chosen.compressor) for name, shape in exchange.shapes.items()}
-        with self._tracing_again():
-            exchange.switch(
-                chosen.compressor,
-                tensors,
-                dict.fromkeys(tensors, gain),
-                self._factor(),
-                machine=chosen.machine,
-            )
-            self._use(chosen)
-            self._meet()
-
-    def _gain(self, takes_over: bool) -> float:
-        """The sum that the optimizer's own momentum makes of a result of 1: 1/(1 − m), and 1
-        where it is taken over."""
-        optimizer = self._served or self._optimizer
-        momentum = (
-            float(options_of(optimizer)["momentum"])
-            if isinstance(optimizer, SGD) and not takes_over
-            else 0.0
-        )
-        return 1 / (1 - momentum) if momentum < 1 else 1.0
-
-    @contextlib.contextmanager
-    def _tracing_again(self) -> Iterator[None]:
-        """Has functions traced again when they are called next, where the body changes something
-        that their traces hold."""
-        before = self._traced_with()
-        yield
-        for variable in self._variables.values():
-            self._described(variable)
-        if self._traced_with() != before:
-            self._traces += 1
-            for function in self._traced:
-                trace_again(function)
-
-    def _traced_with(self) -> Hashable:
-        """The part of the compressor that traces hold."""
-        return (
-            self._takes_over,
-            self._takes_over and self._lives_on,
-            bool(self._compressor.policy.follow_lr),
-            self._compressor.policy.clip_norm is not None,
-            *(
-                (each.carried, each.moved, each.plain, each.kin, id(each.squares))
-                for each in self._variables.values()
-            ),
-        )
-
-    # -- for elastic jobs: see `elastic.py`
-
-    def _settings(self) -> Dict[str, Any]:
-        return {**super()._settings(), "lives_on": self._lives_on}
-
-    def _adopt(self, settings: Dict[str, Any]) -> None:
-        with self._tracing_again():
-            super()._adopt(settings)
-            self._lives_on = settings["lives_on"]
-
-    @property
-    def _requested(self) -> Compressor:
-        return self._chosen.requested if self._chosen else self._compressor
-
-    def _go_back_to(self, state: Dict[str, Any]) -> None:
-        with self._tracing_again():
-            super()._go_back_to(state)
-            self._loaded = bool(self._expected())
-        # in the order in which rank 0 came to know them, which numbers its operations.
-        for name in state["step"]:
-            self._numbers.setdefault(name, len(self._numbers))
-        for variable in self._variables.values():
-            if variable.squares is not None:
-                variable.squares.assign(tf.zeros(variable.shape))
+        super().switch(compressor)

@@ -1,5 +1,5 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
-`horovod_compress.adapters.elastic`.
+`horovod_compress.session.elastic`.
 
     compression = hvdc.Compression.dgc()
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), loss)
@@ -19,13 +19,27 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from ..adapters.elastic import Entry, evening_out
+from ..session.elastic import Entry, Kept, evening_out
 from .compression import BoundCompression
+from .graph import Graph
+from .graph_compression import GraphCompression
 from .horovod_internals import is_keras3
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+class _KeptGraph(Kept):
+    """As of `Kept`, of gradients in graphs."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.session)
+        self._variables = graph.variables
+
+    def go_back_to(self, state: Dict[str, Any]) -> None:
+        super().go_back_to(state)
+        self._variables.begin_anew(state["step"])
 
 
 class _Keeping:
@@ -38,12 +52,14 @@ class _Keeping:
         """Makes attributes of the compressions among the keywords, bound by `bind` where they are
         not yet; returns the others."""
         compressions = {
-            name: value if isinstance(value, BoundCompression) else bind(value)
+            name: value if isinstance(value, GraphCompression) else bind(value)
             for name, value in keywords.items()
-            if isinstance(value, (BoundCompression, UnboundCompression))
+            if isinstance(value, (GraphCompression, UnboundCompression))
         }
         vars(self).update(compressions)
-        self._entries: List[Entry] = [Entry(compression) for compression in compressions.values()]
+        self._entries: List[Entry] = [
+            Entry(_KeptGraph(compression._graph)) for compression in compressions.values()
+        ]
         return {name: value for name, value in keywords.items() if name not in compressions}
 
     def save(self) -> None:

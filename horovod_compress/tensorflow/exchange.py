@@ -12,13 +12,16 @@ import numpy as np
 from ..compressors.base import Compressor, Step
 from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
+from ..engine.dense_policy import go_dense
 from ..engine.driver import Driver, Transaction
+from ..engine.features import Features
 from ..engine.group import Group, form
 from ..engine.loss_scale import to_true_units
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
 from ..protocol.requests import Allgather, Allreduce
 from ..protocol.wire import Steady
+from ..session.joined import error_of_joined
 from .messages import Message, empty, message_of
 from .pending import Pending
 
@@ -45,7 +48,7 @@ class GraphExchange(Driver):
     def __init__(
         self, compressor: Compressor, rank: int, size: int, dense_alone: bool = False
     ) -> None:
-        super().__init__(compressor, rank, size, dense_alone)
+        super().__init__(compressor, rank, size, Features(dense_alone, _go_dense))
         # For what groups share; each group's own is in one thread at a time.
         self._lock = threading.Lock()
         self._calls = itertools.count()
@@ -65,42 +68,42 @@ class GraphExchange(Driver):
     def add(self, name: str, shape: tuple, variant: Compressor) -> None:
         """Makes a tensor known, where it is not, with what was loaded for it. ValueError, and
         nothing changed, where that, or the shape, does not fit."""
-        if name in self._tensors:
+        if name in self.tensors:
             if self.shapes[name] != shape:
                 raise ValueError(
                     f"{name} has the shape {shape}, and {self.shapes[name]} in the state that was "
                     f"loaded: was it this model?"
                 )
             return
-        tensor = self._add(name, shape, variant)
+        tensor = self.tensors.add(name, shape, variant, self.now.size)
         self._indices[name], self.shapes[name] = 0, shape
         if name in self.loaded:
             arrays, self._indices[name], tensor.dense_until, _ = self.loaded[name]
             try:
                 checkpoint.restore([tensor], {name: arrays})
             except ValueError:
-                del self._tensors[name], self._indices[name], self.shapes[name]
+                self.tensors.remove(name)
+                del self._indices[name], self.shapes[name]
                 raise
             del self.loaded[name]
         if self.sends_number is None and _adds_up(tensor):
             self.sends_number = name
 
     def switch(self, *arguments: Any, **named: Any) -> None:
+        # What was loaded for tensors that are not known yet goes on, too.
+        for name, (*_, shape) in list(self.loaded.items()):
+            self.add(name, shape, self.tensors.compressor)
         super().switch(*arguments, **named)
         # Which hold on to tensors of before.
         self._begun.clear()
         self._groups.clear()
         self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor of this name, which is known."""
-        return self._tensors[name]
-
     def groups(self, carriers: Dict[str, str]) -> List[Names]:
         """Groups of tensors that come in one call, {name: dtype of its carrier}."""
         kinds: Dict[Any, List[Tensor]] = {}
         for name, dtype in carriers.items():
-            tensor = self._tensors[name]
+            tensor = self.tensors[name]
             # Before the last message only sums and maxima can be joined.
             joins = all(its.verb == "allreduce" for its in tensor.declared[:-1])
             # In what a step has by its number, tensors of a group are alike.
@@ -111,16 +114,12 @@ class GraphExchange(Driver):
     def _group(self, names: Names) -> Group:
         group = self._groups.get(names)
         if group is None:
-            tensors = [self._tensors[name] for name in names]
+            tensors = [self.tensors[name] for name in names]
             group = Group(tensors[0].declared[0].verb == "reducer", Steady())
             for tensor in tensors:
                 group.add(tensor)
             self._groups[names] = group
         return group
-
-    def _go_dense(self, group: Group, step: Step) -> Collection[str]:
-        # A graph has no operation for a sum that a feature around the algorithm asks for.
-        return () if isinstance(group.compressor, Wrapper) else super()._go_dense(group, step)
 
     def begin(
         self,
@@ -141,7 +140,7 @@ class GraphExchange(Driver):
             call = next(self._calls)
             # Nobody knows when all have come: what nobody uses is not computed.
             self._begun.pop(call - _KEPT, None)
-            step = dataclasses.replace(self._now, scale=scale, lr=lr)
+            step = dataclasses.replace(self.now, scale=scale, lr=lr)
             self._begun[call] = Transaction(), step, factor, squared_norm
             return call
 
@@ -180,14 +179,14 @@ class GraphExchange(Driver):
             self._latest = transaction
         group, started = self._group(names), time.perf_counter()
         for tensor, grad in zip(group.tensors, grads):
-            self._known(tensor.name, grad)
+            self.tensors.known(tensor.name, grad)
         if step.frozen and group.compressor.policy.m:
             # Keras' momentum holds the learning rate.
             for grad in grads:
                 grad.fill(0)
         index = max(self._indices[name] for name in names)
         step = dataclasses.replace(step, index=index)
-        apart = self._apart(group, step)
+        apart = self.features.apart(group, step)
         steps = [
             dataclasses.replace(step, dense=name in apart, squares=its)
             if name in apart or its is not None
@@ -198,7 +197,7 @@ class GraphExchange(Driver):
         for tensor in group.tensors:
             self._indices[tensor.name], self._pending[tensor.name] = index + 1, pending
         transaction.tensors += group.tensors
-        array = pending.begin(steps, self._features, squared_norm)
+        array = pending.begin(steps, self.features.concerned, squared_norm)
         group.tensors[0].counters["encode_seconds"] += time.perf_counter() - started
         handed_out = [array, *self._message(pending)]
         if self.sends_number in names:
@@ -224,20 +223,10 @@ class GraphExchange(Driver):
         pending = self._arrive(names, call, brought)
         self.count(reduced.nbytes, reduced.nbytes)
         started = time.perf_counter()
-        results = pending.finish(reduced, brought, self._now.size)
+        results = pending.finish(reduced, brought, self.now.size)
         seconds = time.perf_counter() - started
-        self._tensors[names[0]].counters["decode_seconds"] += seconds
+        self.tensors[names[0]].counters["decode_seconds"] += seconds
         return results
-
-    def step_alone(
-        self, names: Names, call: int, grads: List[np.ndarray], squares: Sequence[Any] = ()
-    ) -> List[np.ndarray]:
-        """A group's whole step on a rank that is alone, to which all that it sends comes back:
-        `submit` to `finish`."""
-        array, *message = self.submit(names, call, grads, squares)
-        for _ in self._tensors[names[0]].declared[1:]:
-            message = self.advance(names, call, message)
-        return self.finish(names, call, array, message)
 
     def fail(self, name: str) -> None:
         """The reducer could not use this result, on all ranks alike: its step will be rolled
@@ -260,7 +249,10 @@ class GraphExchange(Driver):
             )
         if pending.compares is not None:
             index, pending.compares = pending.compares, None
-            check_step_numbers(brought[-1], index, self._now.size)
+            size = self.now.size
+            check_step_numbers(
+                brought[-1], index, size, lambda count, why: error_of_joined(count, size, [], why)
+            )
         if brought:
             gathered = isinstance(pending.request, Allgather)
             self.count(0, brought[0].nbytes - (pending.sent if gathered else 0))
@@ -275,7 +267,7 @@ class GraphExchange(Driver):
         # What arrived is of its last one.
         request = None if pending.arrived else pending.request
         if request is None:
-            return empty(expected, self._now.size)
+            return empty(expected, self.now.size)
         if request.collective not in expected:
             raise RuntimeError(
                 f"{first.compressor.id}: message {stage} of a step is "
@@ -329,8 +321,8 @@ class GraphExchange(Driver):
         """As of `Driver`. Tensors that became known after the state was made go back to their
         beginning."""
         saved = checkpoint.read(state)
-        for name in self._tensors.keys() - saved.arrays.keys():
-            saved.arrays[name] = self._tensors[name].compressor.init(name, self.shapes[name]).arrays
+        for name in self.shapes.keys() - saved.arrays.keys():
+            saved.arrays[name] = self.tensors[name].compressor.init(name, self.shapes[name]).arrays
             saved.header["step"] = {**saved.header["step"], name: 0}
         self.rollback()
         self._continue_from(saved)
@@ -341,25 +333,30 @@ class GraphExchange(Driver):
         checkpoint.refuse(
             first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step")
         )
-        unknown = {name: "there" for name in arrays if name not in self._tensors}
+        unknown = {name: "there" for name in arrays if name not in self.tensors}
         checkpoint.refuse(
             first_difference(
                 unknown, {name: "there" for name in unknown if name in shapes}, "shapes"
             )
         )
         self.arrays()
-        known = {name: arrays[name] for name in arrays if name in self._tensors}
-        checkpoint.restore(self._tensors.values(), known)
+        known = {name: arrays[name] for name in arrays if name in self.tensors}
+        checkpoint.restore(self.tensors, known)
         self._latest = Transaction()
         for name in known:
             self._indices[name] = steps[name]
-            self._tensors[name].dense_until = dense_until.get(name, 0)
+            self.tensors[name].dense_until = dense_until.get(name, 0)
         self.loaded = copy.deepcopy(
             {
                 name: (arrays[name], steps[name], dense_until.get(name, 0), tuple(shapes[name]))
                 for name in unknown
             }
         )
+
+
+def _go_dense(group: Group, step: Step) -> Collection[str]:
+    # A graph has no operation for a sum that a feature around the algorithm asks for.
+    return () if isinstance(group.compressor, Wrapper) else go_dense(group, step)
 
 
 def _adds_up(tensor: Tensor) -> bool:

@@ -3,9 +3,8 @@ file."""
 
 from typing import Any, Union
 
-from ..adapters.factories import Algorithms
 from ..compressors import Spec, get_compressor
-from ..deprecated import by_name
+from ..session.factories import Algorithms
 from .compression import BoundCompression
 from .unbound import UnboundCompression, one_in_all_traces
 
@@ -14,7 +13,6 @@ class Compression(metaclass=Algorithms):
     """Makes compressions: one method an algorithm, and `from_spec`."""
 
     @staticmethod
-    @by_name
     def from_spec(
         spec: Spec,
         optimizer: Any = None,

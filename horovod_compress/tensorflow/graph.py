@@ -1,37 +1,24 @@
 """Horovod's Compressor interface, `compress` and `decompress`, as operations of a TensorFlow graph
 over the exchange."""
 
+import contextlib
 import functools
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Type
+from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Optional, Set, Tuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from ..protocol.handshake import agree
 from ..protocol.requests import Collective
-from .applied import Served, may_see_gradients
-from .checks import (
-    ONE_PASS,
-    check_elastic_scale,
-    tell_of_missing_gradients,
-    tell_of_scaler,
-)
-from .horovod_internals import (
-    OfSavedModels,
-    call_before,
-    divisor_of,
-    functions_under_trace,
-    lasting_variable,
-    local_sources,
-    loss_scale_of,
-    loss_scaler,
-    reduction_of,
-    when_differentiated,
-)
-from .messages import dtypes_of
-from .operations import (
+from ..session.choice import Choice
+from ..session.port import Port
+from ..session.session import Session
+from .applied_gradients import Served, may_see_gradients
+from .calls import Calls
+from .checks import ONE_PASS, tell_of_missing_gradients
+from .exchange import GraphExchange
+from .graph_operations import (
     Chain,
     Variable,
     copied,
@@ -41,43 +28,161 @@ from .operations import (
     read_and_clear,
     with_denormals,
 )
-from .optimizer import learning_rate_of, optimizers_in_reach, steps_of
-from .running import RunningCompression
+from .horovod_internals import (
+    OfSavedModels,
+    divisor_of,
+    lasting_variable,
+    local_sources,
+    loss_scale_of,
+    reduction_of,
+    when_differentiated,
+)
+from .messages import dtypes_of
+from .optimizer import learning_rate_of, steps_of, tell_of_takeover
+from .ranks import TensorFlowRanks
+from .served_optimizers import Serving
+from .traces import Traces
+from .variables import Variables
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
 _REDUCER = Collective("reducer", "")
 
 
-class GraphCompression(RunningCompression):
-    """The operations that functions get which TensorFlow traces. Which compressor serves which
-    optimizer is decided in `compression`."""
+class Graph(Port):
+    """The operations of one compression.
 
-    def __init__(self, process_set: Any, grad_scaler: Any) -> None:
-        super().__init__(process_set)
-        # What Horovod makes of a 1 on each rank, once that is known.
-        self._factor: Callable[[], Any] = lambda: None
+    Args:
+        ranks: those that share it.
+        spec: as for `horovod_compress.get_compressor`.
+        serving: the optimizers that it serves.
+        owner: has this. `owner._choose(spec)` returns the choice, without tensors;
+            `owner._agreed_scaler()` the loss scaler of the gradients that are being traced, if they
+            have one.
+        discardable: True where steps can be forgotten.
+
+    Attributes:
+        ranks: as above.
+        session: the compression's dealings with its ranks.
+        local: references to variables whose gradients tapes leave as they are.
+    """
+
+    def __init__(
+        self,
+        ranks: TensorFlowRanks,
+        spec: Any,
+        serving: Serving,
+        owner: Any,
+        discardable: bool = False,
+    ) -> None:
+        self.ranks, self._serving = ranks, serving
+        self._owner = weakref.proxy(owner)
+        self._exchange: Optional[GraphExchange] = None
+        self.session = Session(ranks, self, spec, discardable)
+        self._exchange = self.session.exchange
+        self.variables, self.traces = Variables(self.session), Traces()
+        self.calls = Calls(self.session, serving, self.traces)
         # Of the call that is being traced: gradients that Horovod has not brought yet, and their
         # results. In place of that of a gradient alone in its chain: what adds that chain to
         # Horovod's branch, where nobody else holds the gradient; None where Horovod reduces it.
         self._results: List[Tuple[Any, Any]] = []
         # As Horovod reduces gradients of the call.
         self._reduce: Callable[..., Any] = hvd.allreduce
-        # Functions with operations of this compression.
-        self._traced: "weakref.WeakSet[Any]" = weakref.WeakSet()
         # Each call writes it when it begins, and reads it for each variable that it has finished.
         # So TensorFlow runs calls one after the other, where a function has several or calls
         # functions that have, and variables of one call together.
         self._turn = lasting_variable((), tf.int64)
+        self.local: Set[Any] = set()
         may_see_gradients(self)
-        # References to variables whose gradients tapes leave as they are.
-        self._local: Set[Any] = set()
-        # The bound one; where a tape brings gradients, the one that applies them.
-        self._optimizer: Any = None
-        # The class of optimizers that tell this compression what they apply, and can leave momentum
-        # to it.
-        self._optimizer_class: Optional[Type] = None
-        self._grad_scaler = grad_scaler
+
+    # -- for the session
+
+    def choose(self, spec: Any) -> Choice:
+        """As of `Port`. All variables have one compressor."""
+        choice = self._owner._choose(spec)
+        tensors = {name: (shape, choice.compressor) for name, shape in self._shapes().items()}
+        return choice._replace(tensors=tensors)
+
+    def gains(self, choice: Choice) -> Dict[str, float]:
+        return dict.fromkeys(self._shapes(), self._serving.gain(choice.held))
+
+    def _shapes(self) -> Dict[str, tuple]:
+        """Of all variables that are known, or were when a state was saved that is loaded."""
+        exchange = self._exchange
+        if exchange is None:
+            return {}
+        return {**exchange.shapes, **{name: its[-1] for name, its in exchange.loaded.items()}}
+
+    def use(self, choice: Choice) -> None:
+        """As of `Port`. held: whether an SGD's momentum is taken over."""
+        serving = self._serving
+        compressor: Any = choice.compressor
+        if choice.held and not serving.takes_over:
+            tell_of_takeover(serving.bound, compressor.id, compressor.momentum, compressor.nesterov)
+            known = self._exchange is not None and bool(self._exchange.shapes)
+            serving.lives_on = serving.lives_on or known
+        serving.takes_over = bool(choice.held)
+
+    def make(self, choice: Choice) -> GraphExchange:
+        rank, size = self.ranks.rank_and_size()
+        exchange = GraphExchange(choice.compressor, rank, size, self.ranks.elastic)
+        exchange.tensors.machine = choice.machine
+        return exchange
+
+    def factor(self) -> Optional[float]:
+        return self._serving.factor()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """As of `Port`. Functions are traced again when they are called next, where something
+        changes that their traces hold."""
+        before = self._traced_with()
+        yield
+        self.variables.describe()
+        if self._traced_with() != before:
+            self.traces.again()
+
+    def _traced_with(self) -> Hashable:
+        """The part of the compressor that traces hold."""
+        policy, serving = self.session.compressor.policy, self._serving
+        return (
+            serving.takes_over,
+            serving.takes_over and serving.lives_on,
+            bool(policy.follow_lr),
+            policy.clip_norm is not None,
+            *(
+                (each.carried, each.moved, each.plain, each.kin, id(each.squares))
+                for each in self.variables
+            ),
+        )
+
+    def kept(self) -> Dict[str, Any]:
+        return {"lives_on": self._serving.lives_on}
+
+    def take(self, state: Any) -> None:
+        """As of `Port`. Variables that become known have to be in the state then."""
+        exchange = self.session.exchange
+        if exchange.loaded and not self.ranks.active:
+            exchange.loaded = {}
+            raise ValueError("this state does not fit one rank")
+        self.variables.loaded = True
+        first = state if isinstance(state, dict) else state[0]
+        self._serving.lives_on = bool(first.get("lives_on"))
+
+    def serves(self, variables: Iterable[Any]) -> bool:
+        """Returns whether some of these are known."""
+        return any(
+            isinstance(variable, tf.Variable) and variable.ref() in self.variables
+            for variable in variables
+        )
+
+    def covers(self, variable: Any) -> bool:
+        """Returns whether a variable's momentum is taken over, where its update is traced."""
+        self.traces.note()
+        # `apply_gradients(zip(tape.gradient(…), …))` is looked up before its first gradients bring
+        # the optimizer here.
+        self.calls.applied.add([variable])
+        return self._serving.takes_over and variable.ref() in self.variables
 
     # -- Horovod's interface, while it traces a function
 
@@ -89,7 +194,7 @@ class GraphCompression(RunningCompression):
     def compress(self, tensor: Any) -> Tuple[Any, Any]:
         """Called by Horovod with a variable's gradient: returns what Horovod is to reduce, and a
         context."""
-        if not self._active:
+        if not self.ranks.active:
             return tensor, None
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError(
@@ -107,7 +212,7 @@ class GraphCompression(RunningCompression):
             return tensor, None
         # The result is there, and TensorFlow leaves out a reduction that nobody reads. Horovod
         # names it after what it reduces.
-        return tf.zeros(1, name=f"{self._label()}.unread.{len(self._results)}"), result
+        return tf.zeros(1, name=f"{self.ranks.label()}.unread.{len(self._results)}"), result
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: Any, ctx: Any) -> Any:
@@ -118,25 +223,26 @@ class GraphCompression(RunningCompression):
         """The next call of the function that is being traced, for all gradients that Horovod
         compresses with this one, as `_results` has it."""
         grads, sources, factor, process_set, optimizer, self._reduce = reduction_of(tensor)
-        self.check_process_set(process_set)
-        self._factor = factor
-        self._exchange.handover.check_host(factor())
-        self._check_serves(optimizer)
-        self._served = optimizer
-        self._local |= local_sources()
-        self._note_exchange()
+        serving, ranks = self._serving, self.ranks
+        ranks.check_process_set(process_set)
+        serving.factor = factor
+        self.session.exchange.features.handover.check_host(factor())
+        serving.check(optimizer, ranks.elastic)
+        serving.horovods = optimizer
+        self.local |= local_sources()
+        self.traces.note_exchange()
         pairs = [
             (grad, source) for grad, source in zip(grads, sources) if isinstance(grad, tf.Tensor)
         ]
-        variables = self._register(pairs)
+        variables = self.variables.register(pairs)
         first = next((source for _, source in pairs if isinstance(source, tf.Variable)), None)
-        if self._steps is None and first is not None:
-            self._steps = Served(first)
+        if self.calls.steps is None and first is not None:
+            self.calls.steps = Served(first)
         if optimizer is not None:
             # Keras saves the function with which Horovod's optimizer reduces. All variables that
             # the function captures have to be the optimizer's.
             turn = OfSavedModels(self._turn)
-            optimizer._track_trackable(turn, f"{self._label()}.turn", overwrite=True)
+            optimizer._track_trackable(turn, f"{ranks.label()}.turn", overwrite=True)
         unseen = [
             variable.name
             for variable in variables
@@ -147,7 +253,7 @@ class GraphCompression(RunningCompression):
                 f"moments=microbatch has seen no backward pass of {', '.join(unseen)}: it needs "
                 f"the bound optimizer's minimize or fit. {ONE_PASS}"
             )
-        scaler = self._agreed_scaler()
+        scaler = self._owner._agreed_scaler()
         # Of the branches in which Horovod compresses.
         around = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
         if around is None:
@@ -181,7 +287,7 @@ class GraphCompression(RunningCompression):
             exchange = functools.partial(self._exchanged, chain, number, its, shapes)
             if len(its) == 1:
                 made = [exchange]
-            elif self._elastic:
+            elif self.ranks.elastic:
                 # A rank that is alone takes its step where gradients are applied.
                 as_they_are = functools.partial(tf.nest.map_structure, tf.identity, its)
                 made = tf.cond(hvd.size_op() > 1, exchange, as_they_are)
@@ -196,7 +302,7 @@ class GraphCompression(RunningCompression):
         places: Dict[str, int] = {}
         for place, variable in enumerate(variables):
             places.setdefault(variable.name, place)
-        groups = self._exchange.groups(
+        groups = self.session.exchange.groups(
             {name: variables[place].carried for name, place in places.items()}
         )
         chains = []
@@ -211,19 +317,19 @@ class GraphCompression(RunningCompression):
         first, dtypes = chain.variables[0], [grad.dtype for grad in grads]
         inputs = [number, *map(copied, grads, chain.variables, flat)]
         inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
-        sends_number = self._exchange.sends_number in chain.names
+        sends_number = self.session.exchange.sends_number in chain.names
         made = [first.carried, *dtypes_of(first.moved[:1]), *["int64"] * sends_number]
-        dense, *message = python_operation(self._submit, chain, inputs, made)
+        dense, *message = python_operation(self.calls.submit, chain, inputs, made)
         numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
         for stage, collective in enumerate(first.moved):
             if stage:
                 inputs, made = [number, *message], dtypes_of([collective])
-                message = python_operation(self._advance, chain, inputs, made)
+                message = python_operation(self.calls.advance, chain, inputs, made)
             moved = self._move(collective, message, f"{first.number}.{stage}")
             message, numbers = [*moved, *numbers], []
         (reduced,) = self._move(_REDUCER, [dense], str(first.number))
         made = [its.result for its in chain.variables]
-        results = python_operation(self._finish, chain, [number, reduced, *message], made)
+        results = python_operation(self.calls.finish, chain, [number, reduced, *message], made)
         when_differentiated(results[0], tell_of_missing_gradients)
         with tf.control_dependencies(results[:1]):
             # TensorFlow drops what is read and not used.
@@ -232,40 +338,6 @@ class GraphCompression(RunningCompression):
             result.set_shape(its.shape)
         return list(map(tf.cast, results, dtypes))
 
-    def _check_serves(self, optimizer: Any) -> None:
-        """Raises ValueError where the compression is bound to another optimizer."""
-        bound = self._optimizer_class
-        if optimizer is None or isinstance(optimizer, bound or ()):
-            return
-        if self._takes_over:
-            raise ValueError(
-                "this compression has taken over the momentum of another optimizer than the one it "
-                "serves, which would apply its own besides: "
-                "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one "
-                "for each"
-            )
-        if self._elastic and bound:
-            raise ValueError(
-                "this compression is bound to another optimizer than the one it serves, which "
-                "would not apply what a rank that is left alone holds "
-                "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
-            )
-
-    def _agreed_scaler(self) -> Any:
-        """The loss scaler, if there is one: all ranks begin with the same scale."""
-        scaler = self._grad_scaler or loss_scaler()
-        if scaler is None and self._served is None:
-            tell_of_scaler(optimizers_in_reach())
-        if scaler is not None and self._elastic:
-            check_elastic_scale(scaler)
-        elif scaler is not None:
-            agree(
-                self._transport,
-                f"{self._label()}.scale",
-                {"initial loss scale": float(scaler.initial_scale)},
-            )
-        return scaler
-
     def _begin_operation(
         self, pairs: List[Tuple[Any, Any]], scaler: Any, names: List[str]
     ) -> Tuple[Any, List[Any]]:
@@ -273,25 +345,25 @@ class GraphCompression(RunningCompression):
         gradient the shape [-1]. It is stateful, so that every call of the function has its own, and
         what depends on it is not folded or shared between calls. It brings values of the smallest
         variable, because TensorFlow runs a trace again for others of the same shapes."""
-        sources, policy = [source for _, source in pairs], self._compressor.policy
+        sources, policy = [source for _, source in pairs], self.session.compressor.policy
         variables = [source for source in sources if isinstance(source, tf.Variable)]
         # An empty one has no values to compare.
         filled = [variable for variable in variables if variable.shape.num_elements()]
         known = min(filled, key=lambda variable: variable.shape.num_elements(), default=None)
         scale = tf.constant(1.0) if scaler is None else tf.cast(loss_scale_of(scaler), tf.float32)
-        depends = self._optimizer is not None and (self._takes_over or policy.follow_lr)
-        optimizer = self._served or self._optimizer
+        serving = self._serving
+        depends = serving.bound is not None and (serving.takes_over or policy.follow_lr)
         begin = functools.partial(
-            self._begin,
+            self.calls.begin,
             names,
             known,
             variables if depends else [],
-            self._traces,
-            self._factor,
-            divisor_of(self._served),
+            self.traces.generation,
+            serving.factor,
+            divisor_of(serving.horovods),
         )
-        inputs = [learning_rate_of(optimizer)]
-        inputs += [steps_of(optimizer)] if self._takes_over else []
+        inputs = [learning_rate_of(serving.stepping)]
+        inputs += [steps_of(serving.stepping)] if serving.takes_over else []
         inputs += [grad for grad, _ in pairs] if policy.clip_norm is not None else []
         with tf.control_dependencies([self._turn.assign_add(1)]):
             values = [] if known is None else [first_values(known)]
@@ -310,7 +382,7 @@ class GraphCompression(RunningCompression):
         here = tf.cast(tf.reshape(number, [1]) >= 0, tf.int64)
         (ranks,) = self._move(_SUM, [here], f"{first.number}.ranks")
         (number,) = tf.numpy_function(
-            self._check_count, [number, ranks], [tf.int64], stateful=False
+            self.calls.check_count, [number, ranks], [tf.int64], stateful=False
         )
         return number
 
@@ -320,8 +392,8 @@ class GraphCompression(RunningCompression):
         # Named as Horovod names its own: hvd.elastic.run knows by that whose errors mean that a
         # rank is gone.
         options = {
-            "name": f"Horovod{verb.capitalize()}_{self._label()}.{name}",
-            "process_set": self._process_set,
+            "name": f"Horovod{verb.capitalize()}_{self.ranks.label()}.{name}",
+            "process_set": self.ranks.process_set,
             "ignore_name_scope": True,
         }
         if collective.verb == "allreduce":
@@ -331,34 +403,23 @@ class GraphCompression(RunningCompression):
         # An alltoall brings two.
         return [tf.raw_ops.Snapshot(input=tensor) for tensor in tf.nest.flatten(moved)]
 
-    def _note_traces(self) -> None:
-        """Keeps the functions whose traces now get operations that depend on this compression."""
-        self._traced.update(functions_under_trace())
-
-    def _note_exchange(self) -> None:
-        """The same for functions whose traces now get an exchange. Others that call these, which
-        are traced already, are noted when they do."""
-        self._note_traces()
-        for function in functions_under_trace():
-            call_before(function, self, self._note_exchange)
-
     # -- what Horovod does not reduce, while it is alone
 
     @tf.autograph.experimental.do_not_convert
-    def _send_alone(
+    def send_alone(
         self, optimizer: Any, grads_and_vars: List[Tuple[Any, Any]]
     ) -> List[Tuple[Any, Any]]:
         """Adds the operation that, in elastic jobs, while there is one rank, takes a step with
         these gradients: Horovod, which looks at the number of ranks in every step, leaves them as
         they are then. Returns the gradients to apply."""
         known = {
-            i: self._variables[source.ref()]
+            i: self.variables[source.ref()]
             for i, (grad, source) in enumerate(grads_and_vars)
-            if isinstance(grad, tf.Tensor) and source.ref() in self._variables
+            if isinstance(grad, tf.Tensor) and source.ref() in self.variables
         }
         if not known:
             return grads_and_vars
-        self._note_traces()
+        self.traces.note()
         numbers = list(known)
         chains = self._chains(list(known.values()), [grads_and_vars[i][0] for i in numbers])
         # In the order of chains.
@@ -370,7 +431,9 @@ class GraphCompression(RunningCompression):
             for chain, places in chains:
                 inputs += [grads_and_vars[numbers[place]][0] for place in places]
                 inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
-            step = functools.partial(with_denormals, self._step_alone, [its for its, _ in chains])
+            step = functools.partial(
+                with_denormals, self.calls.step_alone, [its for its, _ in chains]
+            )
             return tf.numpy_function(step, inputs, [grad.dtype for grad in grads])
 
         with tf.device("/cpu:0"):

@@ -23,8 +23,8 @@ import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..adapters.binding import callers, owners
-from ..adapters.versions import check_version
+from ..session.callers import callers, owners
+from ..session.versions import check_version
 
 check_version("horovod", horovod.__version__)
 check_version("tensorflow", tf.__version__)

@@ -6,7 +6,8 @@ from typing import Any, Callable, Dict, List, Optional, Type
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..adapters.binding import callers, warn_once
+from ..session.callers import callers
+from ..session.notices import warn_once
 from .horovod_internals import (
     change_class_below,
     class_below,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..engine.recording import Destination
-from .applied import TellsOfIdling
+from .applied_gradients import TellsOfIdling
 from .compression import BoundCompression
 
 

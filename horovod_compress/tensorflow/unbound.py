@@ -8,9 +8,9 @@ from typing import Any, Callable, Dict, Hashable, Optional, Tuple, Type
 
 import tensorflow as tf
 
-from ..adapters.binding import NotBoundError, Unbound, is_elastic
-from ..deprecated import by_name
-from .applied import refuse_unreduced
+from ..session.ranks import is_elastic
+from ..session.unbound import NotBoundError, Unbound
+from .applied_gradients import refuse_unreduced
 from .checks import check_options, check_scaler
 from .compression import BoundCompression
 from .horovod_internals import (
@@ -51,7 +51,6 @@ class UnboundCompression(Unbound):
 
     _bound_class: Type[BoundCompression] = BoundCompression
 
-    @by_name
     def __init__(
         self,
         spec: Any,
@@ -86,7 +85,7 @@ class UnboundCompression(Unbound):
     def compress(self, tensor: Any) -> Tuple[Any, Any]:
         """Called by Horovod with a variable's gradient, while a function is traced: Horovod keeps
         its compression where it cannot be replaced."""
-        awaiting = (bound for bound in self._bound.values() if bound.awaits(tensor))
+        awaiting = (bound for bound in self._bound.values() if bound._graph.awaits(tensor))
         bound = next(awaiting, None) or self._of(reduction_of(tensor))
         compressed, context = bound.compress(tensor)
         return compressed, (bound, context)
@@ -100,7 +99,9 @@ class UnboundCompression(Unbound):
     def _of(self, reduction: Reduction) -> BoundCompression:
         if reduction.optimizer is not None:
             return self.bind(reduction.optimizer, reduction.process_set)
-        serving = (bound for bound in self._bound.values() if bound.serves(reduction.variables))
+        serving = (
+            bound for bound in self._bound.values() if bound._graph.serves(reduction.variables)
+        )
         return next(serving, None) or self.bind_in_reach(reduction.process_set)
 
     def bind(self, optimizer: Any, process_set: Any = None) -> BoundCompression:
@@ -116,7 +117,7 @@ class UnboundCompression(Unbound):
                 bound = self._unserved(process_set)
             elif self._options["process_set"] is None:
                 bound.reduced_over(process_set)
-            bound.check_process_set(process_set)
+            bound._ranks.check_process_set(process_set)
             bound.bind(optimizer)
             self._bound.pop(_EARLY, None)
             self._bound[optimizer] = bound

@@ -6,18 +6,17 @@ from typing import Any, Callable, Dict, Optional
 
 import tensorflow as tf
 
-from ..adapters.binding import is_elastic, warn_once
-from ..adapters.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
 from ..compressors.advice import ADAM
-from ..deprecated import by_name
-from . import keras3
+from ..session.notices import warn_once
+from ..session.ranks import is_elastic
+from ..session.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
+from . import keras3_updates
 from .adam import AdamW
 from .horovod_internals import KERAS, is_horovods, is_keras3, is_optimizer, saved_by_keras
 from .optimizer import become, build, unwrapped
-from .rounds import Rounds, refuse_averages
+from .update_rounds import Rounds, refuse_averages
 
 
-@by_name
 def UpdateOptimizer(
     optimizer: Any,
     compression: Any = ADAM.spec,
@@ -125,7 +124,7 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
 
     others = methods_of(base, of_all, frameworks)
     members = {
-        **(keras3.steps_in if is_keras3(optimizer) else _steps_in)(base, rounds),
+        **(keras3_updates.steps_in if is_keras3(optimizer) else _steps_in)(base, rounds),
         "take_part": rounds.take_part,
         "average_state": rounds.average_state,
         **{name: _watched(getattr(base, name), rounds) for name in others},
@@ -137,7 +136,7 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
 
 
 def _steps_in(base: Any, rounds: Rounds) -> Dict[str, Any]:
-    """As of `keras3.steps_in`, for Keras 2."""
+    """As of `keras3_updates.steps_in`, for Keras 2."""
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

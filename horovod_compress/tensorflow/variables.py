@@ -2,48 +2,54 @@
 
 import collections
 import itertools
-from typing import Any, Dict, Iterable, List, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..adapters.process_sets import HorovodBinding
 from ..engine.handover import DEBT
 from ..protocol.handshake import agree
-from .eager import Eager
-from .exchange import GraphExchange
+from ..session.session import Session
+from .graph_operations import Variable, identified
 from .horovod_internals import lasting_variable
-from .operations import Variable, identified
 
 
-class VariableCompression(HorovodBinding):
-    """The variables of a compression."""
+class Variables:
+    """The variables of a compression.
 
-    def __init__(self, process_set: Any) -> None:
-        self._join(process_set)
-        self._variables: Dict[Any, Variable] = {}  # by key, see `identified`
+    Attributes:
+        loaded: True where variables that become known have to be in a state that was loaded.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._known: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
-        # Whether variables that become known have to be in a state that was loaded.
-        self._loaded = False
+        self.loaded = False
 
-    def _join(self, process_set: Any) -> None:
-        """Makes this a compression of that process set, which nothing was exchanged with yet."""
-        hint = "variables need not be named in TensorFlow, and "
-        super().__init__(hvd, process_set, hint=hint)
-        self._transport = Eager(self._process_set)
+    def __iter__(self) -> Iterator[Variable]:
+        return iter(self._known.values())
 
-    _exchange: GraphExchange
+    def __len__(self) -> int:
+        return len(self._known)
 
-    def _register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
+    def __contains__(self, reference: Any) -> bool:
+        return reference in self._known
+
+    def __getitem__(self, reference: Any) -> Variable:
+        return self._known[reference]
+
+    def register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""
-        self._refuse_unsynced("hvdc.elastic.TensorFlowKerasState(model, compression=compression)")
-        self.handshake()
+        self._session.ranks.refuse_unsynced(
+            "hvdc.elastic.TensorFlowKerasState(model, compression=compression)"
+        )
+        self._session.handshake()
         keys, new = [], {}
-        names = {variable.name for variable in self._variables.values()}
+        names = {variable.name for variable in self}
         for i, (grad, source) in enumerate(pairs):
             key, name, shape = identified(i, grad, source)
             keys.append(key)
-            if key not in self._variables and key not in new:
+            if key not in self._known and key not in new:
                 if not grad.dtype.is_floating:
                     raise TypeError(
                         f"{name}: gradients of {grad.dtype.name} cannot be compressed; real "
@@ -56,30 +62,31 @@ class VariableCompression(HorovodBinding):
                 )
                 names.add(name)
                 new[key] = name, shape, grad.dtype == tf.float64
-            elif key in self._variables and self._variables[key].shape != shape:
+            elif key in self._known and self._known[key].shape != shape:
                 raise ValueError(
-                    f"{name} has the shape {shape} and had {self._variables[key].shape} before: "
+                    f"{name} has the shape {shape} and had {self._known[key].shape} before: "
                     f"residuals are kept for variables, or tensors of one shape"
                 )
         if new:
             self._make_known(new)
         for key, times in collections.Counter(keys).items():
-            if times > 1 and not self._variables[key].plain:
+            if times > 1 and not self._known[key].plain:
                 raise ValueError(
-                    f"{self._variables[key].name} is twice among the variables of one call, and "
+                    f"{self._known[key].name} is twice among the variables of one call, and "
                     f"what is kept of its gradients would be used twice: give each variable once"
                 )
-        return [self._variables[key] for key in keys]
+        return [self._known[key] for key in keys]
 
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
         """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
         loaded for them."""
+        session, ranks = self._session, self._session.ranks
         shapes = {name: list(shape) for name, shape, _ in new.values()}
-        expected = self._expected()
+        expected = self.expected()
         # Which this rank has from others, that know these variables already.
-        if not (self._elastic and expected):
-            agree(self._transport, f"{self._label()}.{len(self._variables)}", {"variables": shapes})
-        missing = [name for name in shapes if self._loaded and name not in expected]
+        if not (ranks.elastic and expected):
+            agree(ranks.transport, f"{ranks.label()}.{len(self)}", {"variables": shapes})
+        missing = [name for name in shapes if self.loaded and name not in expected]
         if missing:
             raise ValueError(
                 f"the state that was loaded does not fit: it has nothing for {', '.join(missing)}. "
@@ -88,29 +95,35 @@ class VariableCompression(HorovodBinding):
                 "tf.keras.backend.clear_session() first"
             )
         for key, (name, shape, is_float64) in new.items():
-            self._exchange.add(name, shape, self._compressor)
+            session.exchange.add(name, shape, session.compressor)
             number = self._numbers.setdefault(name, len(self._numbers))
-            self._variables[key] = self._described(Variable(name, number, shape, is_float64))
-        self._meet()
-        if self._elastic and not self._expected():
+            self._known[key] = Variable(name, number, shape, is_float64)
+            self._describe(self._known[key])
+        session.meet()
+        if ranks.elastic and not self.expected():
             # What becomes known from now on does so on all ranks.
-            self._loaded = False
+            self.loaded = False
 
-    def _expected(self) -> Set[str]:
+    def expected(self) -> Set[str]:
         """The names of variables that a state was loaded for, and that no trace has brought."""
-        known = {variable.name for variable in self._variables.values()}
-        return (self._exchange.shapes.keys() | self._exchange.loaded.keys()) - known
+        exchange = self._session.exchange
+        return (exchange.shapes.keys() | exchange.loaded.keys()) - {each.name for each in self}
 
-    def _described(self, variable: Variable) -> Variable:
-        """The variable, which says what traces have to know of its compressor."""
-        tensor = self._exchange.tensor(variable.name)
+    def describe(self) -> None:
+        """Has all say what traces have to know of their compressors now."""
+        for variable in self:
+            self._describe(variable)
+
+    def _describe(self, variable: Variable) -> None:
+        exchange, policy = self._session.exchange, self._session.compressor.policy
+        tensor = exchange.tensors[variable.name]
         first = tensor.declared[0]
         variable.carried, variable.moved = (
             (first.dtype, ()) if first.verb == "reducer" else ("float32", tensor.declared)
         )
-        if variable.is_float64 and self._exchange.carries_float64(variable.name):
+        if variable.is_float64 and exchange.tensors.carries_float64(variable.name):
             variable.carried = "float64"
-        clips = self._compressor.policy.clip_norm is not None
+        clips = policy.clip_norm is not None
         dense = not variable.moved and variable.carried != "float16" and not clips
         # What is owed of earlier gradients is added to the next one.
         owes = DEBT in tensor.state.arrays
@@ -119,12 +132,21 @@ class VariableCompression(HorovodBinding):
             variable.squares, variable.observed = None, False
         elif variable.squares is None:
             variable.squares = lasting_variable(variable.shape, tf.float32)
-        return variable
 
-    def _observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
+    def begin_anew(self, names: Iterable[str]) -> None:
+        """After the exchange has gone back to a state. names: in the order in which rank 0 came to
+        know them, which numbers its operations."""
+        self.loaded = bool(self.expected())
+        for name in names:
+            self._numbers.setdefault(name, len(self._numbers))
+        for variable in self:
+            if variable.squares is not None:
+                variable.squares.assign(tf.zeros(variable.shape))
+
+    def observe(self, grads_and_vars: Iterable[Tuple[Any, Any]]) -> List[Tuple[Any, Any]]:
         """Adds the squares of one backward pass."""
         grads_and_vars = list(grads_and_vars)
-        if self._compressor.policy.moments != "microbatch":
+        if self._session.compressor.policy.moments != "microbatch":
             return grads_and_vars
         # Sparse gradients count where they become dense afterwards; the squares of the others are
         # not used.
@@ -133,7 +155,7 @@ class VariableCompression(HorovodBinding):
             for grad, source in grads_and_vars
             if grad is not None
         ]
-        for (grad, _), variable in zip(pairs, self._register(pairs)):
+        for (grad, _), variable in zip(pairs, self.register(pairs)):
             if variable.squares is not None:
                 variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
                 variable.observed = True

@@ -15,7 +15,7 @@ from ..compressors.base import Compressor
 from ..compressors.state import zeros
 from ..engine.exchange import Exchange
 from ..engine.lockstep import Named
-from ..engine.records import Stats
+from ..engine.record_types import Stats
 from ..kernels import Encoded, new_body
 from ..kernels.reference.frames import HEADER
 from ..protocol import wire

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from .. import torch as hvdc
-from ..transport.horovod import HorovodTransport
+from ..torch.transport import HorovodTransport
 from .cluster import Parameters, Ranks
 
 _START = {

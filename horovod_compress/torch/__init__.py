@@ -9,7 +9,7 @@ optimizer = hvd.DistributedOptimizer(
 )
 """
 
-from ..adapters.process_sets import says_what_is_missing
+from ..session.process_sets import says_what_is_missing
 
 try:
     from . import elastic

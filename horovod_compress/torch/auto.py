@@ -1,20 +1,14 @@
 """`Compression.auto` in PyTorch, on Horovod."""
 
+import dataclasses
 import functools
 from typing import Any, Optional, Sequence, Tuple
 
-from ..adapters.auto import trial_arguments
 from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
-from ..deprecated import by_name
-from ..pytorch.auto import OnTrial
-from ..pytorch.compression import refuse_begun_within_step
-from .compression import BoundCompression
+from ..session.auto import auto_of
+from ..torch_common.steps import refuse_begun_within_step
 from .unbound import UnboundCompression
-
-
-class CompressionOnTrial(OnTrial, BoundCompression):
-    """A bound AutoCompression."""
 
 
 class AutoCompression(UnboundCompression):
@@ -44,9 +38,6 @@ class AutoCompression(UnboundCompression):
         ValueError: bad candidates, or an elastic job.
     """
 
-    _bound_class = CompressionOnTrial
-
-    @by_name
     def __init__(
         self,
         *,
@@ -60,12 +51,11 @@ class AutoCompression(UnboundCompression):
         super().__init__(
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
-        self._asked = trial_arguments(
-            candidates, probe_steps, margin, check=refuse_begun_within_step
-        )
+        asked = {"candidates": candidates, "probe_steps": probe_steps, "margin": margin}
+        self._asked = auto_of({"id": "auto", **asked}, refuse_begun_within_step)
 
     def _made_again(self) -> Tuple[Any, ...]:
-        return functools.partial(type(self), **self._asked, **self._options), ()
+        return functools.partial(type(self), **dataclasses.asdict(self._asked), **self._options), ()
 
     def __repr__(self) -> str:
         return "<a compression that is chosen when training begins>"

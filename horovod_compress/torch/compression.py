@@ -1,31 +1,25 @@
-"""Horovod's Compressor interface, `compress` and `decompress`, over the exchange, and the hooks of
-Horovod's optimizer around its steps."""
+"""Horovod's Compressor interface, `compress` and `decompress`, over the exchange."""
 
 import itertools
-import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from ..adapters.binding import warn_once
-from ..adapters.process_sets import REFUSED_ALONE
-from ..deprecated import by_name
-from ..protocol.handshake import gather
 from ..protocol.wire import WireError
-from ..pytorch.compression import OptimizerCompression, check_types
-from ..pytorch.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event, State
-from ..pytorch.optimizers import in_grad_scaler
-from ..pytorch.parameters import NamedParameters, Slot, flat, is_sparse, named
-from ..transport.horovod import sleep_until_over
-from . import horovod_internals, ownership
-from .between import Watch
-from .binding import TorchBinding
+from ..session.lifecycle import SYNCHRONIZE_FIRST, Event, State
+from ..torch_common.gradient_compression import GradientCompression, check_types
+from ..torch_common.parameters import NamedParameters, Slot, flat, is_sparse, named
+from ..torch_common.steps import Steps
+from . import horovod_internals, parameter_conflicts
+from .ranks import TorchRanks
+from .served_optimizer import ServedOptimizer
+from .transport import sleep_until_over
 
 
-class BoundCompression(OptimizerCompression, TorchBinding):
+class BoundCompression(GradientCompression):
     """A compression bound to an optimizer and its parameters, for
     hvd.DistributedOptimizer(compression=…).
 
@@ -54,7 +48,6 @@ class BoundCompression(OptimizerCompression, TorchBinding):
             differently.
     """
 
-    @by_name
     def __init__(
         self,
         spec: Any,
@@ -65,107 +58,31 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         grad_scaler: Any = None,
         discardable: bool = False,
     ) -> None:
-        TorchBinding.__init__(self, process_set)
+        ranks = self._ranks = TorchRanks(process_set)
         check_types(optimizer, grad_scaler)
         # Horovod's optimizer also reduces in a process set of one rank.
-        self._active = bool(self._process_set.included()) and (hvd.size() > 1 or self._elastic)
+        ranks.active = ranks.included and (hvd.size() > 1 or ranks.elastic)
         pairs = named(optimizer, named_parameters)
-        OptimizerCompression.__init__(self, spec, optimizer, pairs, grad_scaler, discardable)
+        self._serving = ServedOptimizer(self, ranks)
+        steps = Steps(self._serving, ranks, spec, optimizer, pairs, grad_scaler, discardable)
+        self._serving.steps = steps
+        super().__init__(steps)
         # With the version of its gradient, until the first result of the step comes.
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
         # own.
         self._results_after: Dict[int, int] = {}
-        self._watch = Watch()
-        # Names of parameters that the optimizer which it serves does not reduce.
-        self._foreign: Set[str] = set()
-        # Others, of optimizers that have some of the same parameters.
-        self._sharing: "weakref.WeakSet[BoundCompression]" = weakref.WeakSet()
         # Inside `uneven`: tells ranks that train no more that a step begins.
         self._announce: Optional[Callable[[], None]] = None
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
-        if self._active:
-            ownership.not_used_yet.add(self)
-
-    _advice_on_options = (
-        "Where only some ranks have set or loaded it, call "
-        "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training"
-    )
-    _refused_alone = REFUSED_ALONE
-
-    # -- the optimizer that it serves
-
-    def _reduced(self) -> List[Slot]:
-        """The parameters that Horovod reduces, frozen or not: its optimizer decides that when it is
-        made. Until then, and of those that it does not have, all that are not frozen."""
-        if not self._active:
-            return []
-        optimizer: Any = self._optimizer or self._bound_optimizer
-        decided = horovod_internals.reduced_by(optimizer)
-        groups = [] if decided is None else optimizer.param_groups
-        its = {id(p): p in (decided or ()) for group in groups for p in group["params"]}
-        return [slot for slot in self._slots if its.get(id(slot.param), slot.param.requires_grad)]
+        if ranks.active:
+            parameter_conflicts.not_used_yet.add(self)
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begins to serve Horovod's optimizer, which was given this compression, where that has not
-        happened yet. ValueError where that reduces over another process set, and where a parameter
-        was thawed since this compression was made, whose layer it would have had to see."""
-        if self._optimizer is not None:
-            return
-        self.check_process_set(horovod_internals.process_set_of(optimizer))
-        if not self._active:
-            return
-        self._optimizer = optimizer
-        try:
-            if {slot.name for slot in self._reduced()} != self._tensors.keys():
-                self._follow_horovods_choice()
-        except BaseException:
-            self._optimizer = None
-            raise
-        reduced = horovod_internals.reduced_by(optimizer) or ()
-        self._foreign = {slot.name for slot in self._slots if slot.param not in reduced}
-        ownership.note_serving(self)
-        self._register(optimizer)
-
-    def _look_for_optimizer(self) -> None:
-        """Begins to serve the optimizer that has this compression, before that brings a gradient:
-        it knows which parameters gradients will be of."""
-        if self._active and self._optimizer is None:
-            holders = horovod_internals.holders_of(self)
-            if len(holders) == 1:
-                self.serve(holders[0])
-
-    def _follow_horovods_choice(self) -> None:
-        """Parameters were frozen or thawed between this compression and Horovod's optimizer. What
-        was kept of the others goes on."""
-        chosen = self._choose(self._requested)
-        watched = chosen.moments.watched if chosen.moments is not None else {}
-        unseen = [
-            slot.name
-            for slot in self._reduced()
-            if slot.name not in self._tensors and id(slot.param) in watched
-        ]
-        if unseen:
-            raise ValueError(
-                f"{unseen[0]} was thawed after this compression was made, which has to see what "
-                "its layer does: make it later, or give it neither optimizer nor parameters"
-            )
-        chosen = chosen._replace(moments=self._moments)
-        if self._exchange_is_made:
-            for name, arrays in self._exchange.arrays().items():
-                if name not in chosen.tensors and any(array.any() for array in arrays.values()):
-                    warn_once(
-                        f"Horovod does not reduce {name}, which was frozen when "
-                        "hvd.DistributedOptimizer was made: what was kept of it is gone"
-                    )
-            self._exchange.switch(chosen.compressor, chosen.tensors, {})
-        self._use(chosen)
-        self._agreed = False
-
-    def _factor(self) -> Optional[float]:
-        optimizer = self._optimizer
-        return None if optimizer is None else horovod_internals.factor_of(optimizer)
+        """Begins to serve Horovod's optimizer, which was given this compression: see
+        `ServedOptimizer.begin`."""
+        self._serving.begin(optimizer)
 
     # -- Horovod's interface
 
@@ -174,26 +91,29 @@ class BoundCompression(OptimizerCompression, TorchBinding):
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a
         context."""
-        if self._optimizer is None:
-            self.serve(horovod_internals.optimizer_of(self))
-        if not self._exchange.under_way:
+        steps = self._steps
+        if steps.optimizer is None:
+            self._serving.begin(horovod_internals.optimizer_of(self))
+        exchange = self._session.exchange
+        if not exchange.under_way:
             self._begin_step()
-        slot = self._slots.find(tensor, horovod_internals.parameter_under_way)
-        if slot.name in self._foreign:
+        slot = steps.slots.find(tensor, horovod_internals.parameter_under_way)
+        if slot.name in self._serving.foreign:
             raise ValueError(
                 f"{slot.name} is a parameter of another optimizer of Horovod's than the one that "
                 "this compression serves: make a compression for each, or give both the same one, "
                 "made without optimizer and parameters, of which each gets its own"
             )
-        if self._sharing and (why := ownership.why_shared(self, slot)):
+        serving = self._serving
+        if serving.sharing and (why := parameter_conflicts.why_shared(serving, slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.
             tensor = tensor.clone()
-        memory, array, carrier = self._submit(slot, tensor)
+        memory, array, carrier = steps.submit(slot, tensor)
         grad: Any = slot.param.grad
         self._submitted.append((slot, tensor, grad._version))
-        self._exchange.transport.count(carrier.nbytes, carrier.nbytes)
-        # As `transport.horovod.keep` says; a parameter holds its own gradient.
+        exchange.transport.count(carrier.nbytes, carrier.nbytes)
+        # As `transport.keep` says; a parameter holds its own gradient.
         if carrier is array:
             sent, kept = memory, None if memory is grad else memory.view(-1)
         else:
@@ -206,32 +126,19 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         the result."""
         # Horovod brings sparse gradients, which it reduces by itself, without a call of compress.
         if ctx is None:
-            if any(
-                self._takeover.covers(slot.param) and is_sparse(slot.param.grad)
-                for slot in self._slots
-            ):
-                raise ValueError(
-                    f"{self._compressor.id} has taken over the optimizer's momentum, which a "
-                    f"sparse gradient cannot have: "
-                    "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
-                )
-            if self._announce is not None:
-                raise ValueError(
-                    "ranks without data cannot answer sparse gradients: give "
-                    "hvd.DistributedOptimizer(sparse_as_dense=True)"
-                )
+            self._refuse_sparse()
             return tensor
         slot, grad, memory, sent, carrier, _ = ctx
         if self._submitted:
-            self._streams.join()
-            self._results_after = horovod_internals.results_after(self._optimizer)
+            self._steps.streams.join()
+            self._results_after = horovod_internals.results_after(self._steps.optimizer)
             self._look_for_changes()
         # An exception came after Horovod had handed this result over.
         if tensor is None:
-            if self._step.state is not State.IDLE:
+            if self._session.lifecycle.state is not State.IDLE:
                 why = f"the step was interrupted while the result of {slot.name} came"
                 self._fail(slot, grad, why)
-                self._exchange.fail_tensor(slot.name)
+                self._session.exchange.fail_tensor(slot.name)
                 self._end_where_last(slot.param)
             return grad
         own = tensor is sent or tensor.data_ptr() == sent.data_ptr()
@@ -239,25 +146,66 @@ class BoundCompression(OptimizerCompression, TorchBinding):
         # Of a sparse one Horovod copies the result at once.
         self._finish(slot.name, reduced, memory is not grad or is_sparse(slot.param.grad))
         if memory is not grad:
-            self._copy_result(memory, grad)
+            self._steps.copy_result(memory, grad)
         if id(slot.param) in self._results_after:
             sleep_until_over(self._results_after[id(slot.param)])
         self._end_where_last(slot.param)
         return grad
 
+    def _begin_step(self) -> None:
+        ranks, session = self._ranks, self._session
+        now = ranks.rank_and_size()
+        if now != ranks.known:
+            if not ranks.elastic:
+                raise RuntimeError(
+                    "this compression was made for rank {} of {}, and this is now rank {} of {}: "
+                    "the ranks of a compression must stay the same. Make a new one after "
+                    "hvd.init()".format(*ranks.known, *now)
+                )
+            # Ranks have left, and those that stay are not asked to synchronize.
+            session.resize()
+        self._serving.refuse_brought()
+        if self._announce is not None:
+            self._announce()
+        # Not where the optimizer is found: a state that is loaded then replaces what was handed
+        # over.
+        factor = horovod_internals.factor_of(self._steps.optimizer)
+        session.exchange.features.handover.check_host(factor)
+        self._submitted.clear()
+        ranks.refuse_unsynced(
+            "hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
+        )
+        self._steps.begin()
+
     def _finish(self, name: str, reduced: Any, at_once: bool) -> None:
         """Takes in what Horovod has reduced. at_once: the result is needed now."""
+        exchange, lifecycle = self._session.exchange, self._session.lifecycle
         try:
-            self._exchange.finish(name, reduced, at_once)
+            exchange.finish(name, reduced, at_once)
         except HorovodInternalError:
             raise
         except (WireError, RuntimeError):
             # Of a step the first one is enough.
-            told = self._step.state is State.FAILED
-            self._step.fail(None)
-            self._exchange.fail_tensor(name)
+            told = lifecycle.state is State.FAILED
+            lifecycle.fail(None)
+            exchange.fail_tensor(name)
             if not told:
                 raise
+
+    def _refuse_sparse(self) -> None:
+        """ValueError for a sparse gradient that something depends on."""
+        covers = self._steps.takeover.covers
+        if any(covers(slot.param) and is_sparse(slot.param.grad) for slot in self._steps.slots):
+            raise ValueError(
+                f"{self._session.compressor.id} has taken over the optimizer's momentum, which a "
+                f"sparse gradient cannot have: "
+                "give hvd.DistributedOptimizer(sparse_as_dense=True), or bind with momentum=0"
+            )
+        if self._announce is not None:
+            raise ValueError(
+                "ranks without data cannot answer sparse gradients: give "
+                "hvd.DistributedOptimizer(sparse_as_dense=True)"
+            )
 
     def _look_for_changes(self) -> None:
         """Fails the step where the user has changed a gradient of it. When its first result comes,
@@ -271,130 +219,40 @@ class BoundCompression(OptimizerCompression, TorchBinding):
                 self._fail(slot, grad, f"{why}: {SYNCHRONIZE_FIRST} {hint}")
         self._submitted.clear()
 
-    def _begin_step(self) -> None:
-        now = self._process_set.rank(), self._process_set.size()
-        if now != self._ranks:
-            if not self._elastic:
-                raise RuntimeError(
-                    "this compression was made for rank {} of {}, and this is now rank {} of {}: "
-                    "the ranks of a compression must stay the same. Make a new one after "
-                    "hvd.init()".format(*self._ranks, *now)
-                )
-            # Ranks have left, and those that stay are not asked to synchronize.
-            self._resize()
-        self._refuse_brought()
-        if self._announce is not None:
-            self._announce()
-        # Not where the optimizer is found: a state that is loaded then replaces what was handed
-        # over.
-        self._exchange.handover.check_host(horovod_internals.factor_of(self._optimizer))
-        self._submitted.clear()
-        self._refuse_unsynced(
-            "hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
-        )
-        super()._begin_step()
-
-    # -- around steps of Horovod's optimizer
-
-    def _before_use(self, optimizer: torch.optim.Optimizer) -> None:
-        ownership.warn_of_unreduced(optimizer, self._slots)
-        self._watch.before_use(self._takeover, str(self._compressor.id))
-        super()._before_use(optimizer)
-
-    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
-        # Comes again before the step of the optimizer which Horovod's extends.
-        if in_grad_scaler():
-            self._step.expect(Event.SCALED_STEP)
-        if self._step.is_unused and horovod_internals.synchronizes_again(optimizer):
-            self._refuse_brought()
-            # The step uses what comes within it.
-            self._leave_unused()
-        under_way = self._exchange_is_made and self._exchange.under_way
-        first = horovod_internals.first_result(optimizer) if under_way else None
-        if first is not None:
-            sleep_until_over(first)
-        return super()._before_step(optimizer, args, kwargs)
-
-    def _leave_unused(self) -> None:
-        if self._step.is_unused and self._discardable:
-            self._watch.before_discard()
-        super()._leave_unused()
-
-    def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
-        """Brings what is under way to its end before, for other ranks wait."""
-        if not horovod_internals.steps_unreduced(optimizer, in_closure):
-            return
-        why = f"a step came before its results: {SYNCHRONIZE_FIRST}"
-        if in_closure:
-            why = CLOSURE.format(what="the step uses them before Horovod has reduced them")
-        self._leave_unused()
-        self._step.fail(why)
-        optimizer.synchronize()
-        # Only sparse gradients were under way, which Horovod reduces by itself.
-        raise self._step.failure() or RuntimeError(why)
-
-    def _refuse_brought(self) -> None:
-        """RuntimeError where results would be exchanged as if they were other gradients."""
-        if (
-            self._step.is_unused
-            and self._exchange.keeps_state
-            and horovod_internals.holds_results(self._optimizer)
-        ):
-            raise RuntimeError(
-                "optimizer.synchronize() has brought these gradients, and would be called once "
-                "more, which would count them twice: call it once after backward(), and step "
-                "inside `with optimizer.skip_synchronize():`"
-            )
-
     def _fail(self, slot: Slot, grad: torch.Tensor, why: str) -> None:
         """Notes that a result cannot be used, and so the step cannot."""
-        self._step.fail(why)
+        self._session.lifecycle.fail(why)
         slot.param.grad = grad  # Horovod puts results there.
 
     def _end_where_last(self, param: torch.Tensor) -> None:
         """After a parameter's result. The last one ends a step that has failed."""
-        if self._exchange.under_way:
+        exchange, lifecycle = self._session.exchange, self._session.lifecycle
+        if exchange.under_way:
             return
-        if self._step.state is not State.FAILED:
-            self._watch.results_came(param)
-            self._step.take(Event.ARRIVE)
+        if lifecycle.state is not State.FAILED:
+            self._serving.results_came(param)
+            lifecycle.take(Event.ARRIVE)
             return
-        self._exchange.fail()
-        if failure := self._step.failure():
-            horovod_internals.rollback_step(self._optimizer)
+        exchange.fail()
+        if failure := lifecycle.failure():
+            horovod_internals.rollback_step(self._steps.optimizer)
             raise failure
-        horovod_internals.clear_gradients(self._optimizer)
+        horovod_internals.clear_gradients(self._steps.optimizer)
 
-    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """As of OptimizerCompression. A rank that is not in the process set loads nothing."""
-        if self._process_set.included():
-            super().load_state_dict(state)
+    # -- for users
 
-    # -- for ranks with different numbers of steps: see `uneven.py`
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """As of `Bound`. RuntimeError for a portable one inside `uneven`."""
+        if portable:
+            self._refuse_uneven("save a portable state after the block")
+        return super().state_dict(portable)
+
+    def switch(self, spec: Any, at: Optional[int] = None) -> None:
+        """As of `GradientCompression`. RuntimeError inside `uneven` without `at`."""
+        if at is None:
+            self._refuse_uneven("switch before the block, or say at=STEP before it")
+        super().switch(spec, at)
 
     def _refuse_uneven(self, advice: str) -> None:
         if self._announce is not None:
             raise RuntimeError(f"inside `with uneven(…):` ranks are at different steps: {advice}")
-
-    # -- for elastic jobs: see `elastic.py`
-
-    def _settings(self) -> Dict[str, Any]:
-        return {**super()._settings(), "switches": list(self._switches)}
-
-    def _adopt(self, settings: Dict[str, Any]) -> None:
-        super()._adopt(settings)
-        self._switches = list(settings["switches"])
-
-    def _go_back_to(self, state: Dict[str, Any]) -> None:
-        super()._go_back_to(state)
-        self._step.take(Event.ROLLBACK)
-        self._takeover.restore()
-
-    def _sync(self) -> None:
-        self._options_agreed = False
-        # Its scale is one of those that all ranks must have alike.
-        if self._grad_scaler is not None:
-            self._grad_scaler.load_state_dict(
-                gather(self._transport, "hvdc.elastic.scaler", self._grad_scaler.state_dict())[0]
-            )
-        super()._sync()

@@ -6,19 +6,22 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set
 import numpy as np
 import torch
 
-from ..adapters.binding import Unbound, description_of, is_elastic, warn_once
-from ..adapters.updates import check_ranks_of_set, check_rounds
-from ..engine.decentralized import zeta_of
-from ..engine.gossip import DEFAULT, Gossip, compressor_of_messages
-from ..engine.gossip_rules import Copies
-from ..engine.topology import Topology
+from ..decentralized.gossip import DEFAULT, Gossip, compressor_of_messages
+from ..decentralized.rules import Copies
+from ..decentralized.saved import check, identity_of
+from ..decentralized.simulation import zeta_of
+from ..decentralized.topology import Topology
 from ..protocol.handshake import agree, gather
-from ..pytorch.around import OptimizerAround, check_inner, check_one_state
-from ..pytorch.parameters import NamedParameters, Slot
-from ..pytorch.shared import checksum, trained
-from .binding import TorchBinding
-from .decentralized_state import check, identity_of
+from ..session.choice import description_of
+from ..session.notices import warn_once
+from ..session.ranks import is_elastic
+from ..session.unbound import Unbound
+from ..session.updates import check_ranks_of_set, check_rounds
+from ..torch_common.optimizer_around import OptimizerAround, check_inner, check_one_state
+from ..torch_common.parameters import NamedParameters, Slot
+from ..torch_common.shared_parameters import checksum, trained
 from .horovod_internals import let_broadcast_begin
+from .ranks import TorchRanks
 from .updates import AdamW
 
 _SAVED, _OTHERS = "those of the saved states", "others than those of the saved states"
@@ -46,12 +49,6 @@ _NOT_FINITE = (
     "follows its neighbors only. Load the last saved states on all ranks, and take no step where "
     "loss or gradients are not finite"
 )
-
-
-class _Ranks(TorchBinding):
-    """The ranks of a process set, whose compression stays as it is."""
-
-    def _switch(self, spec: Any, compare: bool = True) -> None: ...
 
 
 class DecentralizedOptimizer(OptimizerAround):
@@ -117,8 +114,8 @@ class DecentralizedOptimizer(OptimizerAround):
                 "DecentralizedOptimizer does not serve elastic jobs, where ranks come and go: use "
                 "UpdateOptimizer, or save portable states and start again"
             )
-        self._ranks = _Ranks(process_set)
-        self._transport = self._ranks._transport = self._ranks._transport_of(compressor)
+        self._ranks = TorchRanks(process_set)
+        self._transport = self._ranks.transport = self._ranks.transport_of(compressor)
         graph = Topology(topology, self._transport.size)
         self._slots = [
             Slot(name, param) for name, param in trained(optimizer, named_parameters).items()
@@ -190,7 +187,7 @@ class DecentralizedOptimizer(OptimizerAround):
             mean = self._mean(i, slot.param)
             apart += float((slot.param.detach().cpu() - mean).square().sum())
             size += float(mean.square().sum())
-        name = f"{self._ranks._label()}.consensus"
+        name = f"{self._ranks.label()}.consensus"
         return gather(self._transport, name, (apart / (size or 1.0)) ** 0.5)
 
     def resync(self) -> None:
@@ -269,7 +266,7 @@ class DecentralizedOptimizer(OptimizerAround):
     def _mean(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, float64 on the CPU. i: its number, alike on all ranks."""
         wide = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
-        name = f"{self._ranks._label()}.mean.{i}"
+        name = f"{self._ranks.label()}.mean.{i}"
         summed = self._transport.allreduce(name, wide.numpy().reshape(-1))()
         return torch.from_numpy(summed).view(tensor.shape).div_(self._transport.size)
 
@@ -284,12 +281,12 @@ class DecentralizedOptimizer(OptimizerAround):
         self._refuse_unknown()
         if self._agreed:
             return
-        self._gossip.label = self._ranks._label()
+        self._gossip.label = self._ranks.label()
         sums, loaded = self._checksums(), bool(self._gossip.copies)
         parameters: Any = (_SAVED if sums == self._sums else _OTHERS) if loaded else sums
         agree(
             self._transport,
-            self._ranks._label(),
+            self._ranks.label(),
             {
                 **self._told,
                 "exchanges": self._gossip.steps,

@@ -1,5 +1,5 @@
 """Elastic jobs, in which ranks come and go: nothing that ranks have not sent yet is lost. See
-`horovod_compress.adapters.elastic`.
+`horovod_compress.session.elastic`.
 
     compression = hvdc.Compression.dgc(ratio=0.01)
     # An UpdateOptimizer needs no compression=.
@@ -12,7 +12,7 @@
 """
 
 import copy
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Dict, Iterator
 
 import horovod.torch as hvd
 import torch
@@ -23,14 +23,38 @@ from horovod.torch.elastic.state import (
     get_handler_registry,
 )
 
-from ..adapters.elastic import Entry, evening_out
-from ..pytorch.optimizers import GradScaler
+from ..protocol.handshake import gather
+from ..session.elastic import Entry, Kept, evening_out
+from ..torch_common.optimizers import GradScaler
+from ..torch_common.steps import Steps
 from . import horovod_internals
 from .compression import BoundCompression
+from .elastic_updates import KeptUpdates
 from .unbound import UnboundCompression, compression_of
 from .updates import UpdateOptimizer
 
 __all__ = ["run"]
+
+
+class _KeptSteps(Kept):
+    """As of `Kept`, of gradients."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps.session)
+        self._steps = steps
+
+    def go_back_to(self, state: Dict[str, Any]) -> None:
+        super().go_back_to(state)
+        self._steps.takeover.restore()
+
+    def sync(self) -> None:
+        self._steps.options_agreed = False
+        scaler, ranks = self._steps.grad_scaler, self._session.ranks
+        # Its scale is one of those that all ranks must have alike.
+        if scaler is not None:
+            states = gather(ranks.transport, "hvdc.elastic.scaler", scaler.state_dict())
+            scaler.load_state_dict(states[0])
+        super().sync()
 
 
 class CompressionHandler(Entry, StateHandler):
@@ -39,16 +63,14 @@ class CompressionHandler(Entry, StateHandler):
     0's."""
 
     def __init__(self, value: Any) -> None:
-        super().__init__(_bound(value))
+        self.set_value(value)
 
     def set_value(self, value: Any) -> None:
-        """Another one takes the place of this one."""
-        self._saved = {}
-        super().set_value(_bound(value))
-
-
-def _bound(value: Any) -> Any:
-    return value.the_only() if isinstance(value, UnboundCompression) else value
+        """Holds another compression or UpdateOptimizer from now on."""
+        self.value = value.the_only() if isinstance(value, UnboundCompression) else value
+        is_optimizer = isinstance(value, UpdateOptimizer)
+        kept = KeptUpdates(value) if is_optimizer else _KeptSteps(self.value._steps)
+        Entry.__init__(self, kept)
 
 
 class _Compressing(type):

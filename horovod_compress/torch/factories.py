@@ -5,10 +5,9 @@ from typing import Any, Optional, Sequence, Union
 
 import torch
 
-from ..adapters.factories import Algorithms
 from ..compressors import Spec
-from ..deprecated import by_name
-from ..pytorch.parameters import NamedParameters
+from ..session.factories import Algorithms
+from ..torch_common.parameters import NamedParameters
 from .auto import AutoCompression
 from .compression import BoundCompression
 from .unbound import UnboundCompression
@@ -18,7 +17,6 @@ class Compression(metaclass=Algorithms):
     """Makes compressions: one method an algorithm, and `from_spec`."""
 
     @staticmethod
-    @by_name
     def from_spec(
         spec: Spec,
         optimizer: Optional[torch.optim.Optimizer] = None,
@@ -60,7 +58,6 @@ class Compression(metaclass=Algorithms):
         return UnboundCompression(spec, **options)
 
     @staticmethod
-    @by_name
     def auto(
         *,
         candidates: Optional[Sequence[str]] = None,

@@ -7,9 +7,9 @@ import horovod
 import horovod.torch as hvd
 import torch
 
-from ..adapters.binding import callers, owners
-from ..adapters.versions import check_version
-from ..pytorch.search import objects_of, subclasses_of
+from ..session.callers import callers, owners
+from ..session.versions import check_version
+from ..torch_common.search import objects_of, subclasses_of
 
 check_version("horovod", horovod.__version__)
 

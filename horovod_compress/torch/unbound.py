@@ -6,9 +6,8 @@ from typing import Any, Optional, Tuple, Type
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..adapters.binding import NotBoundError, Unbound
-from ..deprecated import by_name
-from ..pytorch.optimizers import before_closures
+from ..session.unbound import NotBoundError, Unbound
+from ..torch_common.optimizers import before_closures
 from . import horovod_internals
 from .compression import BoundCompression
 
@@ -29,7 +28,6 @@ class UnboundCompression(Unbound):
 
     _bound_class: Type[BoundCompression] = BoundCompression
 
-    @by_name
     def __init__(
         self,
         spec: Any,

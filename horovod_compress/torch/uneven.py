@@ -1,5 +1,5 @@
 """Ranks with different numbers of steps: one that has no more data answers the others' collectives
-until all are done."""
+until all are done. (Not hvd.join(): see `transport`.)"""
 
 import contextlib
 import io
@@ -11,10 +11,10 @@ import horovod.torch as hvd
 import torch
 
 from ..protocol.handshake import agree
-from ..pytorch.lifecycle import Event
-from ..transport.horovod import keep, synchronize
+from ..session.lifecycle import Event
 from . import horovod_internals
 from .compression import BoundCompression
+from .transport import keep, synchronize
 from .unbound import UnboundCompression, compression_of
 
 # Options of a parameter group on which a compression's step depends.
@@ -51,9 +51,9 @@ def uneven(*trained: Any) -> Iterator[None]:
         MismatchError: ranks give different things.
     """
     found = [(each, compression_of(each)) for each in trained]
-    members = [_Member(c._optimizer or each, c) for each, c in found if c is not None]
+    members = [_Member(c._steps.optimizer or each, c) for each, c in found if c is not None]
     _refuse(members, trained)
-    if not members[0].compression._active:
+    if not members[0].steps.session.ranks.active:
         yield
         return
     begun: List[_Member] = []
@@ -78,18 +78,19 @@ class _Member:
 
     def __init__(self, optimizer: Any, compression: BoundCompression) -> None:
         self.optimizer = optimizer  # Horovod's
-        self.compression = compression
+        self.compression, self.steps = compression, compression._steps
+        self.session, self.ranks = compression._session, compression._ranks
         # Whether this rank has taken part in a step of the others.
         self.answered = False
         self._handle: Any = None
 
     def enter(self, trained: Sequence[Any], begun: "List[_Member]") -> None:
         """begun: for all of the block, those whose steps have begun on this rank, in this order."""
-        compression = self.compression
+        compression, ranks = self.compression, self.ranks
         compression.handshake()
-        self.name = f"{compression._label()}:uneven.{next(compression._blocks)}"
+        self.name = f"{ranks.label()}:uneven.{next(compression._blocks)}"
         agree(
-            compression._transport,
+            ranks.transport,
             self.name,
             {"objects given to uneven()": [type(each).__name__ for each in trained]},
             "entered `with uneven(…):`",
@@ -117,8 +118,8 @@ class _Member:
     def refuse_waiting(self) -> None:
         """RuntimeError where ranks without data wait for this rank's results to be asked for,
         before they answer steps that have begun later."""
-        compression = self.compression
-        if compression._compressor.policy.exchange == "split" and compression._exchange.under_way:
+        session = self.session
+        if session.compressor.policy.exchange == "split" and session.exchange.under_way:
             raise RuntimeError(
                 "an optimizer steps while gradients of another one, which came before, are still "
                 "exchanged: with exchange=split, ranks without data would wait forever. Let "
@@ -130,12 +131,12 @@ class _Member:
         that train no more: these do not wait for it."""
         if self._handle is not None:
             synchronize(self._handle)
-        compression, scaler = self.compression, self.compression._grad_scaler
+        session, scaler = self.session, self.steps.grad_scaler
         # On all ranks, now or when the next step begins.
         discarded = (
             not self.answered
-            and compression._discardable
-            and (compression._step.is_unused or not compression._exchange.succeeded)
+            and session.discardable
+            and (session.lifecycle.is_unused or not session.exchange.succeeded)
         )
         known = [
             1.0 if scaler is None else scaler.get_scale(),
@@ -144,21 +145,20 @@ class _Member:
         said = [training, discarded, *(known if training else [_UNKNOWN] * len(known))]
         message = torch.tensor(said, dtype=torch.float64, device="cpu")
         self._handle = hvd.allreduce_async_(
-            message, name=self.name, op=hvd.Max, process_set=compression._process_set
+            message, name=self.name, op=hvd.Max, process_set=self.ranks.process_set
         )
         keep(self._handle)
-        compression._transport.count(message.nbytes, message.nbytes)
+        self.ranks.transport.count(message.nbytes, message.nbytes)
 
     def leave(self) -> None:
         """Brings a step to its end that this rank has begun, and says that it takes no more."""
-        compression = self.compression
-        if compression._exchange.under_way:
+        if self.session.exchange.under_way:
             self.optimizer.synchronize()
-            compression._step.take(Event.COMMIT)
-        if compression._moments:
+            self.session.lifecycle.take(Event.COMMIT)
+        if self.steps.moments:
             # Of backward passes that no step followed.
-            for slot in compression._slots:
-                compression._moments.take(slot.name)
+            for slot in self.steps.slots:
+                self.steps.moments.take(slot.name)
         self.announce(False)
 
     def answer(self) -> bool:
@@ -174,7 +174,7 @@ class _Member:
         self.answered = True
         self._follow(scale, options)
         horovod_internals.reduce_zeros(self.optimizer)
-        self.compression._step.take(Event.COMMIT)
+        self.session.lifecycle.take(Event.COMMIT)
         self.announce(False)
         return True
 
@@ -191,7 +191,7 @@ class _Member:
     def _follow(self, scale: float, options: Sequence[float]) -> None:
         """Takes over what this rank's own loop would have changed meanwhile, on which state depends
         that is alike on all ranks."""
-        scaler = self.compression._grad_scaler
+        scaler = self.steps.grad_scaler
         if scaler is not None:
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
         for (group, key), value in zip(self._options(), options):
@@ -222,14 +222,14 @@ def _refuse(members: List[_Member], trained: Sequence[Any]) -> None:
             )
     if any(member.compression._announce is not None for member in members):
         raise RuntimeError("this optimizer is inside `with uneven(…):` already")
-    if len({member.compression._process_set.process_set_id for member in members}) > 1:
+    if len({member.ranks.process_set.process_set_id for member in members}) > 1:
         raise TypeError("uneven() takes optimizers of one process set: make a block for each")
 
 
 def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
     """Where some rank has answered steps of the others, brings all ranks to the state of the first
     that trained to the end."""
-    name, process_set = members[0].name, members[0].compression._process_set
+    name, process_set = members[0].name, members[0].ranks.process_set
     answered = any(member.answered for member in members)
     place = 0 if answered else hvd.size() - hvd.rank()
     found = torch.tensor([place, answered], dtype=torch.int64, device="cpu")
@@ -249,7 +249,7 @@ def _continue_alike(members: List[_Member], trained: Sequence[Any]) -> None:
         hvd.broadcast_async_(p, root, f"{name}.{i}", process_set) for i, p in enumerate(params)
     ]:
         synchronize(handle)
-    scalers = (member.compression._grad_scaler for member in members)
+    scalers = (member.steps.grad_scaler for member in members)
     restored = [*trained, *(scaler for scaler in scalers if scaler is not None)]
     states = io.BytesIO()
     if hvd.rank() == root:

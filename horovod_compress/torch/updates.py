@@ -1,26 +1,20 @@
 """UpdateOptimizer on Horovod."""
 
-import copy
 import functools
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Optional
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
-from ..adapters.binding import warn_once
-from ..adapters.updates import Nesterov, check_ranks_of_set
 from ..compressors.advice import ADAM
-from ..deprecated import by_name
-from ..engine.handover import DEBT
-from ..protocol.handshake import gather
-from ..pytorch.adam import AdamWOfRanks
-from ..pytorch.parameters import NamedParameters
-from ..pytorch.update_compression import UpdateExchange
-from ..pytorch.updates import UpdatingOptimizer
-from ..transport.horovod import keep, synchronize
-from .binding import TorchBinding
+from ..session.notices import warn_once
+from ..session.updates import Nesterov, check_ranks_of_set
+from ..torch_common.adam import AdamWOfRanks
+from ..torch_common.parameters import NamedParameters
+from ..torch_common.updates import UpdatingOptimizer
+from .elastic_updates import KeptUpdates
 from .horovod_internals import let_broadcast_begin
+from .ranks import TorchRanks
 
 _NOT_NEEDED = (
     "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all "
@@ -40,32 +34,6 @@ class AdamW(AdamWOfRanks):
 
     _known_as = "hvdc.AdamW"
     _size = staticmethod(hvd.size)
-
-
-class UpdateCompression(UpdateExchange, TorchBinding):
-    """The exchange of an UpdateOptimizer of Horovod's ranks."""
-
-    _broadcast = "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
-
-    def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
-        self._refuse_unsynced(
-            "hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer"
-        )
-        super().begin(parameters, local_steps)
-
-    def _mean(self, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
-        self._transport.count(tensor.nbytes, tensor.nbytes)
-        handle = hvd.allreduce_async_(
-            tensor, name=name, op=hvd.Average, process_set=self._process_set
-        )
-        return functools.partial(synchronize, keep(handle))
-
-    # -- for elastic jobs: see `elastic.py`
-
-    def of_all(self, number: int) -> List[int]:
-        """The numbers of all ranks, which all call it, also where they do not know each other
-        yet."""
-        return gather(self._transport, "hvdc.elastic.number", number)
 
 
 class UpdateOptimizer(UpdatingOptimizer):
@@ -116,10 +84,8 @@ class UpdateOptimizer(UpdatingOptimizer):
             different parameters.
     """
 
-    compression: UpdateCompression
     _broadcast_in_vain = _NOT_NEEDED
 
-    @by_name
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -137,7 +103,9 @@ class UpdateOptimizer(UpdatingOptimizer):
             named_parameters,
             every,
             outer,
-            functools.partial(UpdateCompression, process_set, compression),
+            functools.partial(TorchRanks, process_set),
+            compression,
+            "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
         )
         let_broadcast_begin(self)
 
@@ -149,8 +117,8 @@ class UpdateOptimizer(UpdatingOptimizer):
 
     def _exchange(self) -> None:
         # In an elastic job: ranks have left, and those that stay are not asked to synchronize.
-        if self.compression._rank_and_size() != self.compression._ranks:
-            self.compression._resize()
+        if self._session.ranks.rank_and_size() != self._session.ranks.known:
+            self._session.resize()
         super()._exchange()
 
     def _go_on_from_all(self) -> None:
@@ -159,70 +127,10 @@ class UpdateOptimizer(UpdatingOptimizer):
         steps = self.compression.steps_of_all()
         if len(set(steps)) == 1:
             return
-        of_all_ranks = self.compression._process_set.process_set_id == 0
+        ranks: Any = self._session.ranks
+        of_all_ranks = ranks.process_set.process_set_id == 0
         if not of_all_ranks or any(each not in (0, steps[0]) for each in steps):
             super()._go_on_from_all()
-        self._sync()
-        if self.compression._exchange.rank == 0:
+        KeptUpdates(self).sync()
+        if self._session.exchange.now.rank == 0:
             warn_once(_ONE_STATE)
-
-    # -- for elastic jobs: see `elastic.py`
-
-    def _entry(self, into: Optional[Dict[str, Any]] = None, begun: bool = False) -> Dict[str, Any]:
-        """A round that has begun, on this rank or on another, is kept as one that has not: with
-        what local steps have added among what the next exchange is to send."""
-        kept = self.compression._entry(into["compression"] if into else None)
-        for each in self._parameters if begun or self.local_steps else ():
-            arrays = kept["tensors"][each.name]
-            arrays[DEBT] = arrays.get(DEBT, 0) + (
-                each.load(each.param.detach() - each.shared)[1]
-                if self.local_steps
-                else np.zeros(each.param.numel(), np.float32)
-            )
-        return {
-            "compression": kept,
-            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
-            "shared": {
-                each.name: (each.shared if self.local_steps else each.param).detach().clone()
-                for each in self._parameters
-            },
-            "momentum": {name: its.clone() for name, its in self._momenta().items()},
-        }
-
-    @torch.no_grad()
-    def _go_back_to(self, state: Dict[str, Any]) -> None:
-        self.compression._go_back_to(state["compression"])
-        # Which would go on in the tensors that it is given.
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        for each in self._parameters:
-            each.shared.copy_(state["shared"][each.name])
-        for name, momentum in self._momenta().items():
-            momentum.copy_(state["momentum"][name])
-        self._rollback_round()
-        self._shared_is_kept = True
-
-    @torch.no_grad()
-    def _sync(self) -> None:
-        """All ranks go on from what rank 0 shares. Ranks that stay keep their optimizer's own
-        state, and those that have just begun take rank 0's."""
-        # What the elastic state itself does with the model brings a rank's own parameters.
-        if self.local_steps or self._shared_is_kept:
-            self._rollback_round()
-        steps = self.compression.of_all(self.compression._exchange.steps_taken())
-        self.compression._sync()
-        if len(set(steps)) > 1:
-            state = hvd.broadcast_object(
-                self._optimizer.state_dict(), root_rank=0, name="hvdc.elastic.optimizer"
-            )
-            if steps[hvd.rank()] != steps[0]:
-                self._optimizer.load_state_dict(state)
-        shared = [(each.name, each.param) for each in self._parameters]
-        momenta = [(f"{name}.momentum", its) for name, its in self._momenta().items()]
-        hvd.broadcast_parameters([*shared, *momenta], root_rank=0)
-
-    @torch.no_grad()
-    def _even_out(self, saved: Dict[str, Any]) -> Dict[str, Any]:
-        """As of compressions. A round that has begun ends here."""
-        if any(self.compression.of_all(self.local_steps)):
-            self._go_back_to(self._entry(begun=True))
-        return {**saved, "compression": self.compression._even_out(saved["compression"])}

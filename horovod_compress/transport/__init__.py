@@ -1,2 +1,2 @@
-"""Transports, which move arrays between ranks: base (the contract), horovod (the default), mpi, and
-loopback (ranks in one process)."""
+"""Transports, which move arrays between ranks: base (the contract), and loopback (ranks in one
+process). Those of a framework are beside its port."""

@@ -1,7 +1,7 @@
 """The contract of a transport: named, asynchronous collectives on flat arrays."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Callable, Dict, List, Sequence
 
 import numpy as np
 
@@ -86,32 +86,7 @@ class Transport(ABC):
         to all."""
         return exact
 
-    def joined(self) -> List[int]:
-        """The ranks that have called hvd.join(), where this transport can find out. A collective of
-        those that have not."""
-        return []
-
-
-class ProcessSetRanks:
-    """rank and size in a Horovod process set, the one that hvd.DistributedOptimizer has too, as it
-    is now; after hvd.shutdown(), when states are still saved, as they were."""
-
-    def __init__(self, process_set: Any) -> None:
-        self._process_set = process_set
-        self._known: Dict[str, int] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._asked("rank")
-
-    @property
-    def size(self) -> int:
-        return self._asked("size")
-
-    def _asked(self, what: str) -> int:
-        try:
-            self._known[what] = getattr(self._process_set, what)()
-        except ValueError:  # Horovod has been shut down.
-            if what not in self._known:
-                raise
-        return self._known[what]
+    def error_of_missing(self, count: int, why: str) -> RuntimeError:
+        """The error for the remaining ranks where `count` others take no part in a step. A
+        collective of those that remain."""
+        return RuntimeError(f"{count} of {self.size} ranks take no part in a step: {why}")

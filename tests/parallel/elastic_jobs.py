@@ -169,7 +169,7 @@ def switch(exchanges, spec, shapes):
     """Has all ranks go on with another compressor, beside an SGD with a momentum of 0.9."""
     compressor = bound(spec)
     gain = (1 if compressor.traits.corrects_momentum else 10) / (
-        1 if exchanges[0].compressor.traits.corrects_momentum else 10
+        1 if exchanges[0].tensors.compressor.traits.corrects_momentum else 10
     )
     for exchange in exchanges:
         exchange.switch(
@@ -192,7 +192,7 @@ def replay(history, steps, compressor, shapes, train_step):
             states = (
                 [states[now["rank"]]] if then is history[1] else [_mean_of(states)] * then["size"]
             )
-            exchanges = _ranks_of(exchanges[0].compressor, shapes, states)
+            exchanges = _ranks_of(exchanges[0].tensors.compressor, shapes, states)
 
 
 def _ranks_of(compressor, shapes, states):

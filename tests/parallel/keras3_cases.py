@@ -19,7 +19,7 @@ from tensorflow_cases import start  # noqa: F401
 import horovod_compress as hc
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError
-from horovod_compress.adapters.updates import compressor_for_updates
+from horovod_compress.session.updates import compressor_for_updates
 
 CASES, case = registry()
 keras = tf.keras

@@ -127,7 +127,7 @@ def test_switches_are_those_of_the_same_history_in_one_process(elastic_job, i):
             switch(exchanges, switches.SWITCHES[step], shapes)
         results = run_step(exchanges, list(gradients_of(model, params, step, len(exchanges))))[0]
         # Whether momentum is the optimizer's.
-        own = not exchanges[0].compressor.traits.corrects_momentum
+        own = not exchanges[0].tensors.compressor.traits.corrects_momentum
         for name, param in params.items():
             result = torch.from_numpy(results[name].reshape(param.shape))
             momenta[name].mul_(0.9).add_(result, alpha=float(own))

@@ -91,7 +91,7 @@ def replayed(kind, history):
             )
         result = run_step(exchanges, grads)[0]
         # Whether momentum is the optimizer's.
-        own = not exchanges[0].compressor.traits.corrects_momentum
+        own = not exchanges[0].tensors.compressor.traits.corrects_momentum
         for name, variable in variables.items():
             moved = -0.05 * result[name].reshape(variable.shape)
             momenta[name] = np.float32(0.9) * momenta[name] + (moved if own else 0)

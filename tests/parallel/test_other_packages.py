@@ -67,7 +67,7 @@ def test_without_a_framework(environment):
         "import numpy as np, horovod_compress as hc\n"
         "run = hc.simulate('cyclic:every=4,min_numel=0', [[{'w': np.ones(8)}] * 2] * 4)\n"
         "print([mean['w'].tolist() for mean in run.mean][:2], 'cyclic' in hc.available())\n"
-        "from horovod_compress.adapters.binding import description_of\n"
+        "from horovod_compress.session.choice import description_of\n"
         "print(description_of(hc.get_compressor('cyclic')))\n"
         "hc.get_compressor('cyclic:every=0')"
     )

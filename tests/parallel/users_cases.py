@@ -33,8 +33,8 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
-from horovod_compress.adapters import binding
 from horovod_compress.protocol import handshake
+from horovod_compress.session import notices
 
 CASES, case = registry()
 
@@ -42,7 +42,7 @@ CASES, case = registry()
 @contextlib.contextmanager
 def all_warnings():
     """Records warnings, those too that other cases had before."""
-    binding._warned.clear()
+    notices._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught

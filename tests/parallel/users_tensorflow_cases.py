@@ -13,7 +13,7 @@ from checks import raises, registry
 from tensorflow_cases import start  # noqa: F401
 
 import horovod_compress.tensorflow as hvdc
-from horovod_compress.adapters import binding
+from horovod_compress.session import notices
 
 CASES, case = registry()
 keras = tf.keras
@@ -71,7 +71,7 @@ def hvd_tape(tape, compression):
 @case(2)
 def mistakes_get_clear_errors():
     weights = [tf.Variable(tf.zeros((100, 100)))]
-    with raises(TypeError, "process_set must be one of Horovod's", "ratio=0.01"):
+    with raises(TypeError, "an option goes by its name: ratio=0.01"):
         hvdc.Compression.dgc(keras.optimizers.SGD(0.1), weights)
     for wrong in (keras.Sequential([keras.layers.Dense(2, input_shape=(2,))]), weights):
         try:
@@ -146,7 +146,7 @@ def a_change_of_momentum_that_is_not_followed_is_told():
         compression = hvdc.Compression.dgc(optimizer)
         model = keras.Sequential([keras.layers.Dense(2, input_shape=(2,))])
         model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), "mse")
-        binding._warned.clear()
+        notices._warned.clear()
         # Once, as a callback of Horovod's changes it in every batch.
         for momentum, times in ((0.9, 0), (0.5, 1), (0.25, 0)):
             model.optimizer.momentum = momentum

@@ -4,7 +4,7 @@ them hard."""
 import torch
 from torch import nn
 
-from horovod_compress.pytorch.moments import Moments
+from horovod_compress.torch_common.moments import Moments
 
 B = 5
 

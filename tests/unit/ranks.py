@@ -31,7 +31,7 @@ def discardable(exchanges):
     from horovod_compress.engine.snapshot import Snapshots
 
     for exchange in exchanges:
-        exchange.extend("discard", Snapshots())
+        exchange.features["discard"] = Snapshots()
     return exchanges
 
 

@@ -71,7 +71,7 @@ def test_ranks_on_different_kernels_agree(id, options, monkeypatch):
             for rank in range(2):
                 use(rank).finish(name, reduced)
             same = np.array_equal(*(named[name] for named in grads), equal_nan=True)
-            assert same or exchanges[0].compressor.traits.same_kernels, name
+            assert same or exchanges[0].tensors.compressor.traits.same_kernels, name
 
 
 @over(variants)

@@ -79,7 +79,7 @@ def test_the_state_is_what_the_compressor_says(id, options):
             for ex in exchanges
         ]
         for name, key in kept[0]:
-            role = exchanges[0]._tensors[name].compressor.roles[key].value
+            role = exchanges[0].tensors[name].compressor.roles[key].value
             same = len({state[name, key] for state in kept}) == 1
             assert role in ("local", "shared") and (same or role == "local"), (name, key)
             assert not same or role == "shared" or not any(kept[0][name, key]), (name, key)

@@ -35,7 +35,7 @@ def test_what_is_not_compressed_may_be_float64(spec, name):
     numbers = np.resize([1e-300, -1e-60, 1e60, 1 + 1e-12], 40)
     shapes = {name: (40,)}
     exchanges = ranks_of(spec, 2, shapes)
-    assert all(exchange.carries_float64(name) for exchange in exchanges)
+    assert all(exchange.tensors.carries_float64(name) for exchange in exchanges)
     for named in run_step(exchanges, [{name: numbers * (1 + 2 * rank)} for rank in range(2)]):
         np.testing.assert_array_equal(named[name], 2 * numbers)
     for poison in (np.nan, np.inf, -np.inf):
@@ -49,7 +49,7 @@ def test_what_is_not_compressed_may_be_float64(spec, name):
     with pytest.raises(ValueError, match="float32 in one dimension"):
         compressed.submit(name, numbers)
     (clipped,) = ranks_of("dgc:clip_norm=1", 1, shapes)
-    assert not clipped.carries_float64(name)
+    assert not clipped.tensors.carries_float64(name)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,15 @@ def test_a_not_finite_gradient_is_seen_by_all_and_loses_nothing(spec, where, poi
         assert not np.isfinite(named[where]).all()
     for rank, ex in enumerate(exchanges):
         after = copy_of(ex)
-        momentum = ex.compressor.policy.m
+        momentum = ex.tensors.compressor.policy.m
         for name in ("w", "x"):
             g = np.where(np.isfinite(local[rank][name]), local[rank][name], 0)
             kept = np.isfinite(local[rank][name])
             v, u = before[rank][name]["v"], before[rank][name].get("u", np.zeros_like(g))
             moved = (
-                momentum * u + g if not ex.compressor.policy.nesterov else momentum * (u + g) + g
+                momentum * u + g
+                if not ex.tensors.compressor.policy.nesterov
+                else momentum * (u + g) + g
             )
             np.testing.assert_allclose(
                 after[name]["v"][kept], (v + moved)[kept], rtol=1e-5, atol=1e-6
@@ -315,7 +317,7 @@ def test_a_step_that_sent_nothing_leaves_what_the_residual_owes(spec):
     (given,) = gradients(0, size=1)
     (sent,) = run_step([exchange], [{n: g.copy() for n, g in given.items()}])
     exchange.end_step()
-    tensor = exchange._tensors["w"]
+    tensor = exchange.tensors["w"]
     # As after a gradient that was refused.
     tensor.compressor.commit(tensor.state)
     np.testing.assert_allclose(

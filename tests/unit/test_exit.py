@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("horovod.torch")
 
-from horovod_compress.transport.base import ProcessSetRanks
+from horovod_compress.session.process_sets import ProcessSetRanks
 
 
 def test_the_thread_that_polls_counts_ends_before_python():
@@ -16,7 +16,7 @@ def test_the_thread_that_polls_counts_ends_before_python():
     script = textwrap.dedent(
         """
         import threading, time, torch
-        from horovod_compress.transport.horovod import _counts
+        from horovod_compress.torch.transport import _counts
 
         class Step:
             def end_count(self, wait):

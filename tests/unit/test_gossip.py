@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import horovod_compress as hc
-from horovod_compress.engine.gossip_rules import ALGORITHMS
-from horovod_compress.engine.topology import Topology, metropolis
+from horovod_compress.decentralized.rules import ALGORITHMS
+from horovod_compress.decentralized.topology import Topology, metropolis
 from horovod_compress.kernels import Encoded, new_body
 from horovod_compress.protocol import wire
 from horovod_compress.transport.loopback import Loopback

@@ -94,7 +94,7 @@ def test_per_sample_sums_equal_a_loop_over_samples(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1, 100])
 def test_batches_are_worked_through_in_blocks(kind, block, monkeypatch):
-    monkeypatch.setattr("horovod_compress.pytorch.samples._BLOCK", block)
+    monkeypatch.setattr("horovod_compress.torch_common.samples._BLOCK", block)
     test_per_sample_sums_equal_a_loop_over_samples(kind)
 
 

@@ -156,7 +156,7 @@ def test_declarations_that_no_graph_can_be_built_from_are_refused(says, monkeypa
 def test_a_step_that_has_failed_cannot_be_finished():
     (exchange,) = make_ranks(hc.get_compressor("topk"), {"a": (40, 40)}, Loopback.group(1))
     exchange.submit("a", np.ones(1600, np.float32))
-    exchange._tensors["a"].digest += 1
+    exchange.tensors["a"].digest += 1
     for error, words in (
         (hc.WireError, "made for another"),
         (RuntimeError, "a: its step has failed before: submit it again"),

@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_modules  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from horovod_compress.pytorch.moments import Moments  # noqa: E402
+from horovod_compress.torch_common.moments import Moments  # noqa: E402
 
 
 class Tied(nn.Module):

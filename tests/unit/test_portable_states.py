@@ -67,7 +67,7 @@ def test_the_mean_is_kept_at_any_number_of_ranks(id, options):
             run_step(new, ranks)
     for name, arrays in states[0]["tensors"].items():
         for key, array in arrays.items():
-            if old[0]._tensors[name].compressor.roles[key] is SHARED:
+            if old[0].tensors[name].compressor.roles[key] is SHARED:
                 new[0].load_state_dict(states)
                 assert new[0].arrays()[name][key].tobytes() == array.tobytes()
 

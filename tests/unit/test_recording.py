@@ -16,8 +16,8 @@ from ranks import SHAPES, gradients, ranks_of, rescale
 import horovod_compress as hc
 from horovod_compress.engine import recording
 from horovod_compress.engine.lockstep import run_step
+from horovod_compress.engine.record_types import Record, Stats, TensorRecord, TensorStats
 from horovod_compress.engine.recording import Recorder
-from horovod_compress.engine.records import Record, Stats, TensorRecord, TensorStats
 from horovod_compress.tools import cli, report
 
 COUNTED = ("steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes", "elements_sent")
@@ -27,7 +27,7 @@ def recorded(spec, steps, *options, size=2, grads=None):
     """The exchanges after so many steps, each of which has its own recorder."""
     exchanges = ranks_of(spec, size)
     for exchange in exchanges:
-        exchange.extend("recording", Recorder(exchange, *options))
+        exchange.features["recording"] = Recorder(exchange, *options)
     for step in range(steps):
         run_step(exchanges, gradients(step, size) if grads is None else copies(grads[step]))
     for exchange in exchanges:
@@ -66,14 +66,14 @@ def test_records_add_up_to_the_totals(every, steps):
             record["tensors"]["bias"]["residual_norm"] is None
             and record["tensors"]["w"]["residual_norm"] > 0
         )
-        assert hc.get_compressor(record["spec"]).config == exchange.compressor.config
+        assert hc.get_compressor(record["spec"]).config == exchange.tensors.compressor.config
         assert json.loads(json.dumps(record, allow_nan=False))["format"] == recording.FORMAT
 
 
 def test_stats_and_records_have_the_keys_of_their_types():
     records = []
     (exchange,) = recorded("dgc:ratio=0.05,min_numel=100", 1, records.append, 1, True, size=1)
-    (record,), by_tensor = records, exchange.stats_by_tensor()
+    (record,), by_tensor = records, exchange.tensors.stats_by_name()
     for found, kind in (
         (exchange.stats(), Stats),
         (by_tensor["w"], TensorStats),
@@ -86,7 +86,7 @@ def test_stats_and_records_have_the_keys_of_their_types():
 def test_norms_are_without_loss_scale_and_unknown_where_not_finite():
     records = []
     exchange = ranks_of("topk:ratio=0.05,min_numel=0", 1)[0]
-    exchange.extend("recording", Recorder(exchange, records.append, 1))
+    exchange.features["recording"] = Recorder(exchange, records.append, 1)
     rescale([exchange], 1024.0)
     for step in range(3):
         grads = [{name: g * np.float32(1024) for name, g in gradients(step, 1)[0].items()}]
@@ -104,7 +104,7 @@ def test_norms_are_without_loss_scale_and_unknown_where_not_finite():
 def test_gradients_of_float64_have_norms_too():
     records = []
     (exchange,) = ranks_of("none", 1, {"w": (40,)})
-    exchange.extend("recording", Recorder(exchange, records.append, 1))
+    exchange.features["recording"] = Recorder(exchange, records.append, 1)
     for value in (1e-30, np.nan):
         run_step([exchange], [{"w": np.full(40, value)}])
     exchange.end_step()
@@ -123,7 +123,7 @@ def test_files_are_appended_to_and_ranks_have_their_own(tmp_path, monkeypatch):
     ]
     exchange = ranks_of("topk:min_numel=0", 1)[0]  # a restart, from a state
     exchange.load_state_dict({**exchange.state_dict(), "step": 4})
-    exchange.extend("recording", Recorder(exchange, str(one), 2))
+    exchange.features["recording"] = Recorder(exchange, str(one), 2)
     for step in range(3):
         run_step([exchange], gradients(step, 1))
     exchange.end_step()
@@ -151,7 +151,7 @@ def full_disk_at(size):
 def test_a_disk_that_is_full_for_a_while_loses_no_counts(tmp_path):
     path = tmp_path / "run.jsonl"
     exchange = ranks_of("topk:min_numel=0", 1)[0]
-    exchange.extend("recording", Recorder(exchange, path, 1))
+    exchange.features["recording"] = Recorder(exchange, path, 1)
 
     def steps(first, last):
         for step in range(first, last):
@@ -231,7 +231,7 @@ def test_what_cannot_record_is_refused(options, words):
 def warned(spec, steps, every=1, scale=lambda step: 1.0):
     """Warnings of so many steps of random gradients on one rank, times scale(step)."""
     exchange = ranks_of(spec, 1, {"w": (20, 40)})[0]
-    exchange.extend("recording", Recorder(exchange, lambda record: None, every))
+    exchange.features["recording"] = Recorder(exchange, lambda record: None, every)
     rng = np.random.default_rng(0)
     steady = rng.standard_normal(800)
     with warnings.catch_warnings(record=True) as found:

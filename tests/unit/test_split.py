@@ -164,7 +164,7 @@ def test_a_step_that_is_not_finite_is_undone_on_all_ranks_bit_for_bit(job, value
     dense = {
         name
         for group in exchanges[0]._group_of.values()
-        for name in go_dense(group, exchanges[0]._now)
+        for name in go_dense(group, exchanges[0].now)
     }
     results = run_step(exchanges, last)
     for ex, residuals, result in zip(exchanges, expected, results):

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")  # horovod_compress.torch needs it
 
-from horovod_compress.pytorch.state_names import renamed
+from horovod_compress.torch_common.state_names import renamed
 
 PLAIN = ["encoder.conv.weight", "encoder.conv.bias", "head.weight"]
 

@@ -21,9 +21,9 @@ from torch import nn  # noqa: E402
 
 import horovod_compress.torch as hvdc  # noqa: E402
 from horovod_compress import available  # noqa: E402
-from horovod_compress.adapters import binding, process_sets  # noqa: E402
-from horovod_compress.pytorch.search import objects_of, subclasses_of  # noqa: E402
+from horovod_compress.session import notices, process_sets  # noqa: E402
 from horovod_compress.torch import horovod_internals  # noqa: E402
+from horovod_compress.torch_common.search import objects_of, subclasses_of  # noqa: E402
 
 DENSE = "dgc:ratio=1,masking=false,min_numel=0"
 MOMENTA = ({}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {"momentum": 0})
@@ -32,8 +32,8 @@ MOMENTA = ({}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    monkeypatch.setattr(process_sets.HorovodBinding, "_refuse_unsynced", lambda *_: None)
-    monkeypatch.setattr(binding, "_warned", set())
+    monkeypatch.setattr(process_sets.HorovodRanks, "refuse_unsynced", lambda *_: None)
+    monkeypatch.setattr(notices, "_warned", set())
     hvd.init()
     if not hvd.global_process_set.included():
         # As where horovod.tensorflow was imported too.
@@ -780,7 +780,7 @@ def test_auto_has_the_arguments_of_any_compression(monkeypatch):
     bound = hvdc.Compression.from_spec(
         "auto", optimizer, named_parameters=named, process_set=everyone, discardable=True
     )
-    assert isinstance(bound, hvdc.BoundCompression) and bound._discardable
+    assert isinstance(bound, hvdc.BoundCompression) and bound._session.discardable
     assert list(bound.plan["candidates"])[2].startswith("dgc") and bound.plan["spec"] is None
     wrapped = wrap(model, optimizer, bound)
     assert hvdc.compression_of(wrapped) is bound
@@ -866,3 +866,16 @@ def test_a_step_that_uses_what_was_undone_is_told_of(scaled, mended):
     assert compression.stats()["steps_undone"] == 1
     told = [str(each.message) for each in caught if "a second time later" in str(each.message)]
     assert len(told) == (mended or not scaled)
+
+
+def test_a_compression_that_no_optimizer_got_is_gone_at_once():
+    model = model_of()
+    compression = made("topk:min_numel=0", (None, model), discardable=True)
+    compression.stats()
+    left = weakref.ref(compression), weakref.ref(compression._session.exchange)
+    gc.disable()
+    try:
+        del compression
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()

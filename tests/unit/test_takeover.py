@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")  # horovod_compress.torch needs it
 
 from horovod_compress import get_compressor  # noqa: E402
-from horovod_compress.pytorch.sgd import SGDTakeover  # noqa: E402
+from horovod_compress.torch_common.takeover import SGDTakeover  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from horovod_compress.adapters.versions import TRIED, check_version
+from horovod_compress.session.versions import TRIED, check_version
 
 
 @pytest.fixture(autouse=True)

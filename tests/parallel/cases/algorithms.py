@@ -217,7 +217,7 @@ def a_compressor_of_another_package():
     """For test_other_packages.py, which installs one."""
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in alike.SHAPES.items()}
     optimizer = torch.optim.Adam(params.values())
-    compression = hvdc.Compression.cyclic(optimizer, list(params.items()), every=4)
+    compression = hvdc.Compression.cyclic(optimizer, named_parameters=list(params.items()), every=4)
     assert compression.config["id"] == "cyclic"
     wrapped = hvd.DistributedOptimizer(
         optimizer, named_parameters=list(params.items()), compression=compression

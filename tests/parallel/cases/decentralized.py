@@ -11,7 +11,7 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, WireError
-from horovod_compress.engine.topology import Topology
+from horovod_compress.decentralized.topology import Topology
 
 from .training import Net, batches, flat, model_of, sgd, train
 from .updates import SHAPES, told, weights

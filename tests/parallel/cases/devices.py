@@ -48,7 +48,7 @@ def what_training_makes_is_written():
             each.load_state_dict(its.state_dict())
         train(model, optimizer, batches(3, seed=1))
         assert_replicas_identical(model)
-        arrays = compression._exchange.arrays()["shared.weight"].values()
+        arrays = compression._session.exchange.arrays()["shared.weight"].values()
         wanted = (
             "device" if os.environ.get("HOROVOD_COMPRESS_KERNELS") == "device" else kernels.backend
         )

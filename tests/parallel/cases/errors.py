@@ -10,7 +10,7 @@ from torch import nn
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, kernels
-from horovod_compress.adapters import binding
+from horovod_compress.session import choice
 
 from .training import (
     assert_replicas_identical,
@@ -45,13 +45,13 @@ def mismatched_ranks_are_named():
         hvdc.Compression.from_spec(
             ours, sgd(model), named_parameters=model.named_parameters()
         ).handshake()
-    model, installed = model_of(), binding.__version__
-    binding.__version__ = "0.0.9" if hvd.rank() == last else installed
+    model, installed = model_of(), choice.__version__
+    choice.__version__ = "0.0.9" if hvd.rank() == last else installed
     with raises(MismatchError, "version of horovod-compress", "0.0.9", installed):
         hvdc.Compression.from_spec(
             ours, sgd(model), named_parameters=model.named_parameters()
         ).handshake()
-    binding.__version__ = installed
+    choice.__version__ = installed
     model = model_of()
     with raises(MismatchError, "momentum", f"rank {last}"):
         compressed(model, sgd(model, momentum=0.8 if hvd.rank() == last else 0.9), 1, ours)

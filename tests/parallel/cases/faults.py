@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import horovod_compress.torch as hvdc
 from horovod_compress import WireError
 from horovod_compress.compressors.topk import TopK
-from horovod_compress.transport.horovod import HorovodTransport
+from horovod_compress.torch.transport import HorovodTransport
 
 from .training import (
     assert_close,
@@ -201,8 +201,8 @@ def a_payload_that_does_not_fit_leaves_no_trace():
     for spec in (topk, f"{topk},exchange=split", "adacomp:min_numel=0"):
         reference, run = setup(spec, discardable=True), setup(spec, discardable=True)
         model, compression, optimizer = run
-        tensors = compression._exchange._tensors
-        names = list(tensors)
+        tensors = compression._session.exchange.tensors
+        names = [tensor.name for tensor in tensors]
         for seed, changed in enumerate((names[:1], names[-1:], names)):
             train(*reference[::2], batches(1, seed))
             train(model, optimizer, batches(1, seed))

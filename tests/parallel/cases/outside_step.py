@@ -198,7 +198,7 @@ def horovods_broadcast_of_an_optimizers_state_is_no_deadlock():
                 train(again, its, batches(4, seed=1))
             assert_replicas_identical(again)
             assert its.compression.stats()["steps"] == 4 // every
-            assert its.compression._exchange.steps_taken() == 8 // every
+            assert its.compression._session.exchange.steps_taken() == 8 // every
             steps = [its.state[p]["step"].item() for p in again.parameters() if p in its.state]
             assert set(steps) == {saved[1]["state"][0]["step"].item() + 4}, steps
             told = any("rank 0 has loaded a state" in str(each.message) for each in caught)
@@ -209,7 +209,7 @@ def horovods_broadcast_of_an_optimizers_state_is_no_deadlock():
             model = model_of()
             late = of_updates(model, torch.optim.AdamW(model.parameters(), 0.01), **options)
             if hvd.rank() == 1:
-                late.compression._exchange._begin_at(3)
+                late.compression._session.exchange._begin_at(3)
                 late.local_steps = len(options)
             train(model, late, batches(1))
 

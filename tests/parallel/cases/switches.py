@@ -12,6 +12,7 @@ import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
 from horovod_compress.engine import handover
 from horovod_compress.engine.handover import DEBT
+from horovod_compress.session.elastic import Kept
 
 from .training import (
     assert_close,
@@ -29,10 +30,10 @@ CASES, case = registry()
 
 def owed(compression, names):
     """The mean over ranks of what results are still to bring, all tensors in one."""
-    exchange = compression._exchange
+    exchange = compression._session.exchange
     exchange.arrays()
     parts = []
-    for tensor in map(exchange._tensors.get, names):
+    for tensor in map(exchange.tensors.__getitem__, names):
         found = [
             part
             for part in (
@@ -171,7 +172,7 @@ def momentum_of_sums_after_a_state_was_loaded():
     # A state that is loaded afterwards is a new one, of which nothing was handed over.
     bound.switch("dgc:ratio=1,masking=false")
     bound.load_state_dict(_loaded(saved)[-1])
-    bound._exchange.handover.check_host(2.0)
+    bound._session.exchange.features.handover.check_host(2.0)
 
 
 @case(2)
@@ -367,12 +368,13 @@ def a_commit_keeps_the_switches_to_come():
     wrapped = wrap(model, optimizer, compression)
     compression.switch("adacomp", at=4)
     train(model, wrapped, batches(2))
-    committed = compression._entry()
+    kept = Kept(compression._session)
+    committed = kept.entry()
     for _ in range(2):
         train(model, wrapped, batches(4))
         assert compression.config["id"] == "adacomp"
         # As an elastic state does after a failure.
-        compression._go_back_to(committed)
+        kept.go_back_to(committed)
         assert compression.config["id"] == "topk"
 
 

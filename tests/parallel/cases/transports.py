@@ -21,8 +21,8 @@ from torch import nn
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError, available
 from horovod_compress.tools.models import MODELS
-from horovod_compress.transport.horovod import _views, keep, synchronize
-from horovod_compress.transport.mpi import MPITransport
+from horovod_compress.torch.mpi import MPITransport
+from horovod_compress.torch.transport import _views, keep, synchronize
 
 from .told import reduced
 from .training import (
@@ -262,7 +262,7 @@ def mpi_transport_with_two_compressions_and_a_step_that_is_not_finite():
     models = [model_of(seed=seed) for seed in (0, 1)]
     optimizers = [sgd(model) for model in models]
     compressions = [
-        hvdc.Compression.from_spec(spec, optimizer, model.named_parameters())
+        hvdc.Compression.from_spec(spec, optimizer, named_parameters=model.named_parameters())
         for spec, optimizer, model in zip(
             ("dgc:ratio=0.05,transport=mpi", "maxnorm:transport=mpi"), optimizers, models
         )
@@ -330,7 +330,9 @@ def trains_until_cut_off():
     wrapped = wrap(
         model,
         optimizer,
-        hvdc.Compression.dgc(optimizer, model.named_parameters(), transport=transport),
+        hvdc.Compression.dgc(
+            optimizer, named_parameters=model.named_parameters(), transport=transport
+        ),
     )
     for step in range(10**6):
         train(model, wrapped, batches(1))
@@ -344,7 +346,9 @@ def steps_that_are_told(spec):
     shapes = dict(itertools.islice(MODELS["resnet50"]().items(), 40))
     model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes.values()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    compression = hvdc.Compression.from_spec(spec, optimizer, list(zip(shapes, model)))
+    compression = hvdc.Compression.from_spec(
+        spec, optimizer, named_parameters=list(zip(shapes, model))
+    )
     wrapped = hvd.DistributedOptimizer(
         optimizer, named_parameters=list(zip(shapes, model)), compression=compression
     )

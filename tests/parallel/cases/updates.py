@@ -59,7 +59,7 @@ def step_with(model, optimizer, gradients):
 
 def not_sent(optimizer):
     """The mean over ranks of what exchanges are still to bring, all tensors in one."""
-    exchange = optimizer.compression._exchange
+    exchange = optimizer.compression._session.exchange
     exchange.arrays()
     parts = [tensor.residual for tensor in exchange.tensors]
     mine = [

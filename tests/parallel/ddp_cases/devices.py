@@ -49,7 +49,7 @@ def what_told_gradients_make_is_written():
         parameters = {name: param.detach().cpu() for name, param in model.named_parameters()}
         # Of one rank nothing is compressed.
         if spec.startswith("dgc") and dist.get_world_size() > 1:
-            arrays = compression._exchange.arrays()["held.matrix"].values()
+            arrays = compression._session.exchange.arrays()["held.matrix"].values()
             found = {kernels.of(array).__name__.rpartition(".")[2] for array in arrays}
             assert found == {os.environ.get("EXPECTED_KERNELS", kernels.backend)}, found
         made[spec] = parameters, states

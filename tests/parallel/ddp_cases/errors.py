@@ -152,7 +152,7 @@ def a_step_of_another_optimizer_is_named():
 def a_payload_that_was_changed_ends_the_model():
     model, optimizer, compression = wrapped(SPARSE)
     train(model, optimizer, batches(2))
-    exchange = compression._exchange
+    exchange = compression._session.exchange
     exchange.expect(index=exchange.steps_taken() + dist.get_rank())
     with raises(wire.WireError, "of step"):
         train(model, optimizer, batches(1))
@@ -276,7 +276,7 @@ def a_backward_pass_that_fails_halfway():
         with raises(ZeroDivisionError):
             backward(model, x, y)
     Failing.fails = False
-    assert compression._exchange.under_way
+    assert compression._session.exchange.under_way
     with raises(RuntimeError, "new DistributedDataParallel", "state_dict()"):
         optimizer.step()
     state, net = compression.state_dict(), model.module

@@ -74,7 +74,7 @@ def hosts_train_resume_and_switch():
 @case(4)
 def machines_are_those_of_the_launcher():
     compression = trained(SPECS[0], steps=2)[1]
-    machine = compression._machine
+    machine = compression._ranks.machine
     found = everywhere(torch.tensor([machine.local, machine.size])).tolist()
     assert found == [[0, 2], [1, 2]] * 2, found
     assert machine.places == [0, 1, 0, 1]

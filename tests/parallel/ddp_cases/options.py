@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from horovod_compress import ddp
-from horovod_compress.adapters import binding
-from horovod_compress.adapters.binding import NotBoundError
+from horovod_compress.session import notices
+from horovod_compress.session.unbound import NotBoundError
 
 from .told import Holder, assert_nothing_lost, told
 from .training import (
@@ -294,7 +294,7 @@ def gradients_that_are_clipped_after_the_exchange():
 def clipping_of_momentum_is_warned_of():
     for limit, view in itertools.product((None, 0.001), (False, True)):
         model, optimizer, compression = wrapped("dgc", None, {"gradient_as_bucket_view": view})
-        binding._warned.clear()
+        notices._warned.clear()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for x, y in batches(3):

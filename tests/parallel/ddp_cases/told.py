@@ -65,10 +65,10 @@ def assert_simulated(spec, assert_same, state=True, **options):
 
 def held_back(compression):
     """{name: the mean over ranks of what is not sent yet}."""
-    compression._exchange.arrays()
+    compression._session.exchange.arrays()
     residuals = {
         tensor.name: np.zeros(tensor.numel) if tensor.residual is None else tensor.residual
-        for tensor in compression._exchange.tensors
+        for tensor in compression._session.exchange.tensors
     }
     return {
         name: everywhere(torch.from_numpy(residual)).double().mean(0)

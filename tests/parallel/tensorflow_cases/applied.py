@@ -12,7 +12,7 @@ from checks import raises, registry
 from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
-from horovod_compress.adapters import binding
+from horovod_compress.session import notices
 from horovod_compress.tensorflow.optimizer import build
 
 from .training import (
@@ -185,7 +185,7 @@ def gradients_that_are_added_up_are_warned_of():
                 sgd.apply_gradients([(tf.add_n(results), variable)])
 
         run = tf.function(step) if traced else step
-        binding._warned.clear()
+        notices._warned.clear()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for factor in (1.0, 1.0, np.inf if times == 1 else 1.0, 1.0):
@@ -200,7 +200,7 @@ def compressions_that_are_made_anew_are_warned_of():
     """For each step, in eager code; not for each two."""
     for steps in (1, 2):
         variable, sgd = tf.Variable(tf.ones((40, 50)), name="v"), SGD["new"](0.1)
-        binding._warned.clear()
+        notices._warned.clear()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for i in range(3 * steps + 1):

@@ -13,7 +13,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError, kernels
-from horovod_compress.adapters import binding
+from horovod_compress.session import notices
 
 from .training import LOSS, data, exchanged, model_of, told
 
@@ -56,7 +56,7 @@ def gradients_of_results_are_missing_and_warned_of():
                 norm = tf.reduce_sum(gradient**2) + tf.reduce_sum(variable)
             return outer.gradient(norm, variable)
 
-        binding._warned.clear()
+        notices._warned.clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             (tf.function(penalty) if traced else penalty)()
@@ -91,7 +91,7 @@ def mistakes_get_clear_errors():
     }.items():
         with raises(ValueError, words):
             make()
-    with raises(TypeError, "process_set must be one of Horovod's"):
+    with raises(TypeError, "an option goes by its name: ratio=0.01"):
         hvdc.Compression.dgc(sgd, [("a", 1)])  # in the order of PyTorch
     with raises(ValueError, "source_0 has the shape (50,) and had (40,) before"):
         compression = hvdc.Compression.topk(min_numel=0)

@@ -12,7 +12,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import get_compressor, simulate
-from horovod_compress.adapters import binding
+from horovod_compress.session import notices
 from horovod_compress.tensorflow.exchange import GraphExchange
 
 from .training import SGD, assert_replicas_identical, exchanged, fit, model_of, told
@@ -165,7 +165,7 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
     with raises(TypeError, "grad_scaler must be"):
         hvdc.Compression.topk(grad_scaler=4.0)
     # One that does not know the scale.
-    binding._warned.clear()
+    notices._warned.clear()
     compression = hvdc.Compression.topk(ratio=0.01)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -177,7 +177,7 @@ def a_tape_follows_the_loss_scale_that_it_is_given():
 def damaged_states_are_refused():
     """At once, also where variables are not known yet."""
     known, new = (GraphExchange(get_compressor("topk:min_numel=0"), 0, 2) for _ in "ab")
-    known.add("w", (3, 4), known.compressor)
+    known.add("w", (3, 4), known.tensors.compressor)
     state = known.state_dict()
     state["tensors"]["w"]["residual"][5] = np.nan
     for exchange in known, new:

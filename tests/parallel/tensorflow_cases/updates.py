@@ -16,7 +16,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError
-from horovod_compress.adapters import binding
+from horovod_compress.session import notices
 
 from .training import (
     LOSS,
@@ -73,7 +73,7 @@ def assert_alike(variables):
 
 def not_sent(compression):
     """The mean over ranks of what exchanges are still to bring."""
-    exchange = compression._exchange
+    exchange = compression._session.exchange
     exchange.arrays()
     kept = {
         tensor.name: np.zeros(tensor.numel, np.float32)
@@ -335,7 +335,7 @@ def an_update_that_is_not_finite_moves_nothing():
                     assert (values(variables) == before).all()
                 assert_alike(variables)
         assert_alike(variables)
-        optimizer.compression._exchange.end_step()
+        optimizer.compression._session.exchange.end_step()
         assert optimizer.compression.stats()["steps_undone"] == 1
 
 
@@ -506,7 +506,7 @@ def an_optimizer_that_swaps_variables_shows_their_mean():
 def a_model_in_half_precision_with_a_layer_that_has_no_gradients():
     """Its loss scale is inside, of which nothing is told; rounds of two steps; and all variables,
     those without gradients too, are alike on all ranks."""
-    binding._warned.clear()
+    notices._warned.clear()
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         model = model_of(hvd.rank())

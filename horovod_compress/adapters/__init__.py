@@ -1,2 +1,0 @@
-"""The parts that all reducers share, whatever the framework: binding, elastic states, updates,
-trials."""

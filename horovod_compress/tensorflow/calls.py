@@ -1,0 +1,167 @@
+"""The calls of a compression's operations while a graph runs."""
+
+import itertools
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from .. import kernels
+from ..session.joined import REDUCES_ONLY, error_of_joined
+from ..session.notices import warn_once
+from ..session.session import Session
+from .applied_gradients import Applied, Repetitions, Served
+from .graph_operations import Chain, Variable, first_values, squared_norm_of
+from .messages import Message
+from .served_optimizers import Serving
+from .traces import Traces
+
+# Numbers as large as this become infinite in float16.
+_INFINITE_HALF = 65520
+
+
+class Calls:
+    """The work of a compression's operations.
+
+    Attributes:
+        applied: the variables that the bound optimizer was seen to apply gradients to.
+        steps: those that were noted, once a variable is known.
+    """
+
+    def __init__(self, session: Session, serving: Serving, traces: Traces) -> None:
+        self._session, self._serving, self._traces = session, serving, traces
+        self.applied, self._repetitions = Applied(), Repetitions()
+        self.steps: Optional[Served] = None
+
+    def begin(
+        self,
+        names: List[str],
+        known: Any,
+        depending: List[Any],
+        generation: int,
+        factor: Callable[[], float],
+        divisor: int,
+        scale: np.ndarray,
+        *arrays: np.ndarray,
+    ) -> Tuple[np.int64, np.ndarray]:
+        """Begins a call of a function. Returns its number, and for each gradient the shape [-1].
+
+        depending: variables whose gradients depend on the bound optimizer; factor: returns what
+        Horovod makes of a 1 on each rank, which is divided by `divisor` afterwards; arrays: values
+        of `known`, where there is one; the learning rate; the optimizer's steps, where its momentum
+        is taken over; all gradients, where they are clipped."""
+        if generation != self._traces.generation:
+            raise ValueError(
+                "a function was traced before compression.switch(), and holds on to that trace: "
+                "make the function anew, by tf.function(step), or "
+                "with Keras model.make_train_function(force=True)"
+            )
+        given = iter(arrays)
+        if known is not None and not np.array_equal(
+            first_values(known).numpy(), next(given), equal_nan=True
+        ):
+            raise ValueError(
+                f"gradients of other variables come to this compression than {known.name} and "
+                f"those that it was traced with: make one for "
+                "each model, and in eager code for each set of variables that is trained by itself"
+            )
+        session, serving = self._session, self._serving
+        self.applied.check(depending, serving.takes_over)
+        if self.steps is not None:
+            self.steps.step_begins()
+        # It has a momentum where one was taken over.
+        compressor, takes_over = session.compressor, serving.takes_over
+        if (
+            takes_over
+            and serving.horovods is not None
+            and abs(float(serving.horovods.momentum) - compressor.momentum) > 1e-6
+        ):
+            warn_once(
+                f"SGD's momentum was changed: {compressor.id} goes on with "
+                f"{compressor.momentum:g}, which it took over. (Horovod's momentum_correction is "
+                f"not needed: the learning rate is no part of this momentum)"
+            )
+        lr = float(next(given))
+        steps = int(next(given)) if takes_over else 0
+        clips = compressor.policy.clip_norm is not None
+        squared_norm = (factor() / divisor) ** 2 * squared_norm_of(given) if clips else None
+        rank, size = session.ranks.rank_and_size()
+        exchange = session.exchange
+        number = exchange.begin(rank, size, float(scale), lr, factor(), squared_norm)
+        if takes_over:
+            self._repetitions.check(names, number, steps, exchange.counts)
+        return np.int64(number), np.full((len(names), 1), -1, np.int32)
+
+    def check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
+        """The number of a call, of which this many ranks take part. RuntimeError where some have
+        joined."""
+        self._session.exchange.count(ranks.nbytes, ranks.nbytes)
+        _, size = self._session.ranks.rank_and_size()
+        gone = size - int(ranks[0])
+        if gone:
+            raise error_of_joined(gone, size, [], REDUCES_ONLY)
+        return number
+
+    def submit(self, chain: Chain, call: int, *arrays: np.ndarray) -> List[np.ndarray]:
+        """As of `GraphExchange`. arrays: gradients, and their squares where needed."""
+        grads, squares = self._of_types(chain, arrays)
+        return self._session.exchange.submit(chain.names, call, grads, squares)
+
+    def advance(self, chain: Chain, call: int, *brought: np.ndarray) -> Message:
+        return self._session.exchange.advance(chain.names, call, brought)
+
+    def finish(
+        self, chain: Chain, call: int, reduced: np.ndarray, *brought: np.ndarray
+    ) -> List[np.ndarray]:
+        """As of `GraphExchange`. Returns results in the shapes of variables."""
+        results = self._session.exchange.finish(chain.names, call, reduced, brought)
+        return self._checked(chain, results)
+
+    def step_alone(self, chains: List[Chain], lr: float, *arrays: np.ndarray) -> List[np.ndarray]:
+        """A whole step of all chains on a rank that is alone. arrays: as of `submit`, chain by
+        chain. Returns results as of `finish`."""
+        exchange, compressor = self._session.exchange, self._session.compressor
+        given, grads = iter(arrays), []
+        parts = [list(itertools.islice(given, chain.inputs)) for chain in chains]
+        for chain, its in zip(chains, parts):
+            for i, variable in enumerate(chain.variables):
+                wide = np.float64 if variable.is_float64 else np.float32
+                its[i] = np.array(its[i], wide).reshape(-1)
+                grads.append(its[i])
+        clips = compressor.policy.clip_norm is not None
+        norm = squared_norm_of(grads) if clips else None
+        call = exchange.begin(0, 1, lr=float(lr), squared_norm=norm)
+        results: List[np.ndarray] = []
+        for chain, its in zip(chains, parts):
+            names, moved = chain.names, chain.variables[0].moved
+            # All that the rank sends comes back to it.
+            array, *message = exchange.submit(names, call, *self._of_types(chain, its))
+            for _ in moved[1:]:
+                message = exchange.advance(names, call, message)
+            taken = exchange.finish(names, call, array, message)
+            results += self._checked(chain, taken)
+        return results
+
+    def _of_types(
+        self, chain: Chain, arrays: Sequence[np.ndarray]
+    ) -> Tuple[List[np.ndarray], List[np.ndarray]]:
+        """Gradients in the types in which the exchange takes them, and the squares behind them."""
+        squares = [each.reshape(-1) for each in arrays[len(chain.names) :]]
+        return list(map(self._of_type, chain.variables, arrays)), squares
+
+    def _of_type(self, variable: Variable, grad: np.ndarray) -> np.ndarray:
+        """The gradient in the type in which the exchange takes it."""
+        if grad.dtype == variable.result:
+            return grad
+        with np.errstate(over="ignore", under="ignore"):
+            narrow = grad.astype(variable.result)
+        lost = (narrow == 0) & (grad != 0) | np.isinf(narrow) & np.isfinite(grad)
+        if lost.any():
+            self._session.tell_of_float32(variable.name)
+        return narrow
+
+    def _checked(self, chain: Chain, results: List[np.ndarray]) -> List[np.ndarray]:
+        """Results in the shapes of variables. Those that are too large for float16 fail."""
+        for name, result, half in zip(chain.names, results, chain.halves):
+            if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
+                self._session.exchange.fail(name)
+        return [its.reshape(each.shape) for each, its in zip(chain.variables, results)]

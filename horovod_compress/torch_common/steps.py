@@ -1,0 +1,403 @@
+"""The steps of an optimizer whose gradients are exchanged, from the first gradient to the use of
+the results, whoever hands gradients over."""
+
+import logging
+import weakref
+from typing import Any, Dict, List, NamedTuple, Optional, Protocol, Tuple
+
+import torch
+
+from ..compressors.base import NO_RATE, Compressor
+from ..engine.exchange import Exchange
+from ..engine.loss_scale import to_true_units
+from ..protocol.handshake import agree
+from ..session.auto import Auto, Controller, default_candidates
+from ..session.choice import Choice, requested_compressor
+from ..session.lifecycle import Event, State
+from ..session.notices import warn_once
+from ..session.port import Port
+from ..session.ranks import Ranks, is_elastic
+from ..session.session import Session
+from .moments import Moments, moments_of
+from .optimizers import closure_of, in_grad_scaler, skips, with_closure
+from .parameters import NamedParameters, Slot, Slots, Streams
+from .state_names import renamed
+from .takeover import SGDTakeover, can_take_over, is_plain_sgd
+
+_log = logging.getLogger("horovod_compress")
+
+
+class Host(Protocol):
+    """The part that whoever hands gradients over has in an optimizer's steps."""
+
+    # What to do where ranks' optimizers differ.
+    advice_on_options: str
+
+    def reduced(self, steps: "Steps") -> List[Slot]:
+        """The parameters whose gradients come, of those that have a slot."""
+
+    def factor(self) -> Optional[float]:
+        """As of `Port`."""
+
+    def look_for_optimizer(self) -> None:
+        """As of `Port`."""
+
+    def before_step(self, optimizer: Any) -> None:
+        """Comes before each step of an optimizer, also before one with a closure."""
+
+    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+        """RuntimeError where the step that begins, or goes on after its closure, would use
+        gradients of one rank alone."""
+
+    def before_use(self, optimizer: Any) -> None:
+        """Comes before the optimizer uses results."""
+
+    def before_unused(self) -> None:
+        """Comes where a step begins and no optimizer has used the results of the last one."""
+
+
+class _Held(NamedTuple):
+    """The objects that serve a choice. takeover: of an SGD's momentum; moments: of samples."""
+
+    takeover: SGDTakeover
+    moments: Optional[Moments]
+
+
+class Steps(Port):
+    """The steps of one optimizer on this rank.
+
+    Args:
+        host: who hands gradients over.
+        ranks: those that share the compression.
+        spec: as for `horovod_compress.get_compressor`, or an `Auto`.
+        optimizer: the one whose momentum may be taken over.
+        pairs: the named parameters.
+        grad_scaler: the one that scales the loss.
+        discardable: True where steps can be forgotten.
+
+    Attributes:
+        session: the compression's dealings with its ranks.
+        slots: the parameters.
+        optimizer: the one that uses the results, once it is known.
+        takeover, moments: as of the choice in force.
+        streams: those of a GPU that gradients were encoded on.
+        scale: the loss scale of the last step, where there is a GradScaler.
+        options_agreed: True since ranks that are together have compared their optimizers.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ranks: Ranks,
+        spec: Any,
+        optimizer: Optional[torch.optim.Optimizer],
+        pairs: NamedParameters,
+        grad_scaler: Any,
+        discardable: bool,
+    ) -> None:
+        # Weak, because the host has these steps.
+        self._host, self._ranks = weakref.proxy(host), ranks
+        self.slots, self.bound_optimizer, self.grad_scaler = Slots(pairs), optimizer, grad_scaler
+        self.optimizer: Optional[torch.optim.Optimizer] = None
+        self.takeover = SGDTakeover(None, None, {})
+        self.moments: Optional[Moments] = None
+        self.streams = Streams()
+        self.scale: Optional[float] = None
+        self.options_agreed = False
+        # Of the hooks around the optimizer's steps.
+        self._handles: List[Any] = []
+        # What users were told last of an SGD's takeover.
+        self._announced: Optional[str] = None
+        # id(parameter) → learning rate of this step, where it is 0 or residuals follow it.
+        self._rates: Dict[int, float] = {}
+        specs = self._candidates(spec) if isinstance(spec, Auto) else [spec]
+        # A trial begins with the last one.
+        discardable = bool(discardable or grad_scaler is not None)
+        self.session = Session(ranks, self, specs[-1], discardable)
+        if isinstance(spec, Auto):
+            for each in specs:
+                # What cannot be is refused now, not when its turn comes.
+                self.session.choose(each)
+            self.session.trial = Controller(self.session, specs, spec)
+
+    def _candidates(self, auto: Auto) -> List[str]:
+        if is_elastic():
+            raise ValueError(
+                "in an elastic job ranks that join would not know what was chosen: let auto() "
+                "choose in a job of constant size, and use plan['spec']"
+            )
+        optimizer = self.bound_optimizer
+        takes_over = can_take_over(optimizer) and not is_plain_sgd(optimizer)
+        is_sgd = isinstance(optimizer, torch.optim.SGD)
+        return list(auto.candidates or default_candidates(is_sgd=is_sgd, takes_over=takes_over))
+
+    # -- for the session
+
+    @property
+    def _stepping(self) -> Optional[torch.optim.Optimizer]:
+        """The bound optimizer, or the one around it, which has parameter groups of its own once it
+        has loaded a state. None where none was bound."""
+        return self.bound_optimizer and (self.optimizer or self.bound_optimizer)
+
+    def choose(self, spec: Any) -> Choice:
+        """As of `Port`, with the bound optimizer's momentum."""
+        optimizer, reduced = self._stepping, self._host.reduced(self)
+        compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
+        names = {id(slot.param): slot.name for slot in reduced}
+        takeover = SGDTakeover(optimizer if self._ranks.active else None, compressor, names)
+        variants = takeover.variants
+        if (
+            compressor.traits.corrects_momentum
+            and optimizer is not None
+            and compressor.momentum is None
+        ):
+            # Other momentum stays with the optimizer.
+            compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
+        moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})
+        tensors = {
+            slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor))
+            for slot in reduced
+        }
+        described = {
+            name: {"shape": list(shape), "compressor": repr(variant)}
+            for name, (shape, variant) in tensors.items()
+        }
+        return Choice(
+            requested,
+            next(iter(variants.values()), compressor),
+            tensors,
+            {"tensors": described},
+            _Held(takeover, moments),
+            {"follows_momentum": takeover.follows},
+        )
+
+    def gains(self, choice: Choice) -> Dict[str, float]:
+        return choice.held.takeover.gains(self._stepping)
+
+    def use(self, choice: Choice) -> None:
+        if self.takeover is not choice.held.takeover:
+            self.takeover.give_back(self._stepping)
+        self.takeover, self.moments = choice.held
+        said = self.takeover.announcement
+        if said not in (None, self._announced) and self._ranks.rank_and_size()[0] == 0:
+            self._announced = said
+            _log.warning("%s", said)
+
+    def make(self, choice: Choice) -> Exchange:
+        alone, machine = self._ranks.elastic, choice.machine
+        exchange = Exchange(choice.compressor, choice.transport, choice.tensors, alone, machine)
+        vars(exchange).update(choice.links)
+        return exchange
+
+    def look_for_optimizer(self) -> None:
+        self._host.look_for_optimizer()
+
+    def before_switch(self) -> None:
+        self.leave_unused()
+        self._host.look_for_optimizer()
+        self.takeover.restore()
+
+    def factor(self) -> Optional[float]:
+        return self._host.factor()
+
+    def as_here(self, state: Any) -> Any:
+        tensors = self.session.choice.tensors
+        return renamed(state, tensors, {slot.name for slot in self.slots} - tensors.keys())
+
+    def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
+        return with_tensors(state)
+
+    # -- of a step
+
+    def begin(self) -> None:
+        """Begins a step: compares optimizers once, brings an unused step to its end, takes switches
+        that are due, and notes rates and momentum. Before the first gradient."""
+        session, ranks, scaler = self.session, self._ranks, self.grad_scaler
+        scale = None if scaler is None else scaler.get_scale()
+        if not self.options_agreed:
+            # What the user can broadcast or load until the first gradient.
+            session.handshake()
+            agree(
+                ranks.transport,
+                f"{ranks.label()}.step",
+                {**_options(self.optimizer), "loss scale": scale},
+                advice=self._host.advice_on_options,
+            )
+            self.options_agreed = True
+        self.leave_unused()
+        session.step_begins()
+        exchange, self.scale = session.exchange, scale
+        if scale is not None:
+            exchange.expect(scale=to_true_units(scale))
+        session.meet()
+        if self.optimizer is not None:
+            groups, follow_lr = self.optimizer.param_groups, session.compressor.policy.follow_lr
+            self._rates = {
+                id(param): float(group["lr"])
+                for group in groups
+                # Some optimizers have none, or find their own.
+                if follow_lr or group.get("lr") is not None and group["lr"] < NO_RATE
+                for param in group["params"]
+            }
+            changes = self.takeover.changes(self.optimizer)
+            if changes:
+                exchange.end_step()
+            for name, options in changes.items():
+                exchange.tensors.replace(name, **options)
+        session.lifecycle.take(Event.BEGIN)
+
+    def submit(self, slot: Slot, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any, Any]:
+        """Takes a parameter's gradient into the step.
+
+        Returns:
+            (memory, array, carrier): a contiguous tensor that holds the gradient, and later the
+            result; the same memory as a flat array; and the array to reduce, which is that one
+            itself where the gradient goes densely. float32, or float64 where the algorithm carries
+            that.
+        """
+        memory, array = slot.load_for(self.session, tensor)
+        squares = self.moments.take(slot.name) if self.moments else None
+        rate = self._rates.get(id(slot.param))
+        carrier = self.session.exchange.submit(slot.name, array, squares, rate)
+        if memory.is_cuda:
+            self.streams.mark(memory)
+        return memory, array, carrier
+
+    def copy_result(self, memory: torch.Tensor, grad: torch.Tensor) -> None:
+        """Leaves a result in a gradient of another type."""
+        grad.copy_(memory)
+        if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
+            self.session.exchange.fail()
+
+    # -- around steps of the optimizer
+
+    def register(self, optimizer: torch.optim.Optimizer, host: Host) -> None:
+        """Hooks this optimizer's steps. The hooks keep the host alive."""
+        self.optimizer = optimizer
+
+        # Not compiled with the step: the compiler would take what these change for constant.
+        @torch.compiler.disable
+        def before(_: Any, args: tuple, kwargs: Dict[str, Any]) -> Any:
+            host.before_step(optimizer)
+            return self._before_step(optimizer, args, kwargs)
+
+        after = torch.compiler.disable(lambda *_: self._after_step())
+        self._handles = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
+    def unregister(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
+        """Before a step of the optimizer. Returns other (args, kwargs) for it where it is given a
+        closure: the gradients that it uses are there after that."""
+        lifecycle, closure = self.session.lifecycle, closure_of(args, kwargs)
+        if closure is None:
+            scaled = lifecycle.is_unused and in_grad_scaler()
+            self._use_results(optimizer, Event.SCALED_STEP if scaled else Event.STEP, False)
+            return None
+
+        def closed() -> Any:
+            with lifecycle.closure():
+                loss = closure()
+            self._use_results(optimizer, Event.STEP, True)
+            return loss
+
+        return with_closure(args, kwargs, closed)
+
+    def _use_results(
+        self, optimizer: torch.optim.Optimizer, event: Event, in_closure: bool
+    ) -> None:
+        """Prepares the results that are there, if any, for the optimizer to use."""
+        self._host.refuse_unreduced(optimizer, in_closure)
+        lifecycle = self.session.lifecycle
+        if not lifecycle.take(event):
+            if lifecycle.state is State.IDLE and self.takeover.uses_again():
+                warn_once(
+                    "optimizer.step() comes a second time on the same gradients. "
+                    f"{self.session.compressor.id} has taken over SGD's momentum, and they hold "
+                    "it, so this step is not the one that SGD takes without compression: bring new "
+                    "gradients before each step, or make the compression with momentum=0"
+                )
+            return
+        exchange = self.session.exchange
+        if exchange.tensors.keep_state and event is Event.SCALED_STEP and self.grad_scaler is None:
+            warn_once(
+                "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
+                "what it keeps does not follow the scale"
+            )
+        if exchange.tensors.keep_state and not exchange.succeeded and not skips(optimizer):
+            warn_once(
+                "optimizer.step() uses gradients of which some were not finite on some rank: the "
+                "compression has undone that step, so what is finite in them counts now, and a "
+                "second time later. Skip such a step on all ranks: do not repair its gradients, as "
+                "by nan_to_num_()"
+            )
+        self._host.before_use(optimizer)
+        self.takeover.before_step(optimizer)
+
+    def _after_step(self) -> None:
+        self.session.lifecycle.take(Event.STEP_ENDED)
+        self.takeover.restore()
+
+    def leave_unused(self) -> None:
+        """Discards a step whose results no optimizer.step() has used, or commits it and warns that
+        its effects stay."""
+        session, lifecycle = self.session, self.session.lifecycle
+        if not lifecycle.is_unused:
+            return
+        self._host.before_unused()
+        if not lifecycle.is_unused:
+            return
+        exchange, discardable = session.exchange, session.discardable
+        if exchange.succeeded and exchange.tensors.keep_state and not discardable:
+            lifecycle.take(Event.COMMIT)
+            warn_once(
+                "the gradients of a step were exchanged, and no optimizer.step() has used them; "
+                "what was not sent of them is kept, and "
+                "comes in later steps. To forget such steps, make the compression with "
+                "discardable=True"
+            )
+        elif exchange.succeeded and discardable:
+            session.discard()
+        else:
+            lifecycle.take(Event.ROLLBACK)
+
+
+def with_tensors(state: Dict[str, Any]) -> Dict[str, Any]:
+    """A state whose arrays are tensors, with their memory."""
+    tensors = {
+        name: {key: torch.from_numpy(array) for key, array in arrays.items()}
+        for name, arrays in state["tensors"].items()
+    }
+    return {**state, "tensors": tensors}
+
+
+def refuse_begun_within_step(compressor: Compressor) -> None:
+    """ValueError where an algorithm has to see a forward pass before the first gradient."""
+    moments = compressor.policy.moments
+    if moments != "minibatch":
+        raise ValueError(
+            f"moments={moments} cannot begin at a step's first gradient: call "
+            f"compression.switch(spec) without at, before the step's forward pass"
+        )
+
+
+def _options(optimizer: Optional[torch.optim.Optimizer]) -> Dict[str, Dict[str, Any]]:
+    """The options of an optimizer's groups that are plain values: what all ranks must have
+    alike."""
+    groups = {}
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        plain = {
+            k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
+            for k, v in group.items()
+        }
+        groups[f"parameter group {i}"] = {
+            k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str))
+        }
+    return groups
