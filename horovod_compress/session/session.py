@@ -5,14 +5,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from typing import (
-    Any,
-    ContextManager,
-    Dict,
-    List,
-    Optional,
-    Tuple,
-)
+from typing import Any, ContextManager, Dict, List, Optional, Tuple
 
 from ..engine import checkpoint, snapshot
 from ..engine.recording import Destination, Recorder
@@ -35,13 +28,7 @@ class Session:
         discardable: True where steps can be forgotten.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        port: Port,
-        spec: Any,
-        discardable: bool = False,
-    ) -> None:
+    def __init__(self, ranks: Ranks, port: Port, spec: Any, discardable: bool = False) -> None:
         # Weak, so that a compression goes when its user drops it.
         self.ranks, self.port = ranks, weakref.proxy(port)
         self.discardable = discardable
