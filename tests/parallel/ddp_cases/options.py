@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from checks import raises, registry
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from horovod_compress import ddp
@@ -308,6 +309,16 @@ def clipping_of_momentum_is_warned_of():
         words = [str(each.message) for each in told]
         clipping = [each for each in words if "between backward() and the step" in each]
         assert len(clipping) == bool(limit), (limit, view, words)
+
+
+@case(2)
+def a_hook_of_a_model_that_replicate_has_not_wrapped():
+    model = replicate(model_of())
+    state, hook = ddp.comm_hook(SPARSE)
+    model.register_comm_hook(state, hook)
+    train(model, sgd(model), batches(5))
+    assert_replicas_identical(model)
+    assert state.state_dict()["step"] == 5 and state.stats()["ratio"] > 5
 
 
 @case(2)
