@@ -34,7 +34,7 @@ class AnyTransport(Protocol):
         """As in `Transport`, also of float64 in any shape."""
 
 
-# Seconds, as Horovod's own stall check.
+# Seconds, after which ranks that wait for others say so.
 STALLED = 60.0
 _FIRST_GRADIENT = "come to their first gradient with this compression"
 _SAME_START = (

@@ -30,9 +30,9 @@ def exact(length: int) -> int:
 
 
 class Steady:
-    """Lengths that hardly ever change, so that Horovod answers an allgather from its response
-    cache: what frames of late have needed at most, and up to a 64th more where they differ. Frames
-    that would grow by over an eighth have no padding, until they come to vary less."""
+    """Lengths that hardly ever change, so that a cache of them can answer an allgather: the most
+    that frames of late have needed, and up to a 64th more where they differ. Frames that would grow
+    by over an eighth have no padding, until they come to vary less."""
 
     def __init__(self) -> None:
         self._length = 0  # 0: each frame's own

@@ -21,7 +21,7 @@ REFUSED_ALONE = (
 
 
 def says_what_is_missing(error: ModuleNotFoundError, framework: str) -> ModuleNotFoundError:
-    """The error of an import that has failed; where Horovod is missing, one that says so."""
+    """The failed import's error; where Horovod is missing, one that says how to install it."""
     if (error.name or "").partition(".")[0] != "horovod":
         return error
     return ModuleNotFoundError(

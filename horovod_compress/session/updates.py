@@ -70,7 +70,8 @@ def check_ranks(ranks: Optional[int]) -> None:
 
 
 def check_ranks_of_set(ranks: Optional[int], process_set: Any) -> None:
-    """ValueError where an AdamW of ours would take all ranks for those of a process set."""
+    """ValueError where an AdamW of ours would count all ranks, though the optimizer exchanges in a
+    process set."""
     if process_set is not None and process_set.ranks is not None:
         check_ranks_of_part(ranks, len(process_set.ranks), "hvdc.AdamW with this process set")
 

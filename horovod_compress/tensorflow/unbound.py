@@ -34,10 +34,11 @@ _EARLY = object()
 
 
 class UnboundCompression(Unbound):
-    """A compression for hvd.DistributedOptimizer(compression=…),
-    hvd.DistributedGradientTape(compression=…) and horovod.tensorflow.keras, which has momentum,
-    learning rate and process set from them, or for a tape from the Keras optimizer that its
-    function has in reach.
+    """A compression for hvd.DistributedOptimizer, hvd.DistributedGradientTape and
+    horovod.tensorflow.keras: compression=….
+
+    It takes momentum, learning rate and process set from the optimizer. With a tape it looks for
+    the Keras optimizer that the traced function refers to.
 
     Args:
         spec: as of `BoundCompression`.

@@ -51,7 +51,8 @@ class ServedOptimizer:
 
     def reduced(self, steps: Steps) -> List[Slot]:
         """The parameters that Horovod reduces, frozen or not: its optimizer decides that when it is
-        made. Until then, and of those that it does not have, all that are not frozen."""
+        made. Before that optimizer exists, all that are not frozen; so too of those that it does
+        not have."""
         if not self._ranks.active:
             return []
         optimizer: Any = steps.optimizer or steps.bound_optimizer

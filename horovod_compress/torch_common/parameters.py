@@ -42,9 +42,9 @@ class Slot:
     def load(
         self, grad: torch.Tensor, on_device: bool = False, carries_float64: bool = False
     ) -> Tuple[torch.Tensor, Any]:
-        """(tensor, flat array) of contiguous float32: the gradient's own memory where possible. On
-        the CPU, or with `on_device` where the gradient is, if that is a device that kernels serve.
-        With `carries_float64` those of float64 stay that, on the CPU."""
+        """(tensor, flat array), contiguous and of float32: the gradient's own memory where
+        possible. On the CPU, or with `on_device` where the gradient is, if that is a device that
+        kernels serve. With `carries_float64` those of float64 stay that, on the CPU."""
         dtype = torch.float64 if carries_float64 and grad.dtype == torch.float64 else torch.float32
         on_device = on_device and dtype == torch.float32
         own = flat_memory(grad, on_device, dtype)
@@ -165,8 +165,8 @@ class Streams:
 
 
 def flat(tensor: torch.Tensor, on_device: bool) -> Any:
-    """The flat array that the exchange knows a contiguous tensor by: on the CPU a NumPy array,
-    else a DeviceArray."""
+    """The tensor's memory as a flat array: NumPy on the CPU, else a DeviceArray. The tensor is
+    contiguous."""
     if not on_device:
         return (tensor if tensor.is_cpu else tensor.cpu()).numpy().reshape(-1)
     from ..kernels.device import DeviceArray  # imports Triton
