@@ -40,8 +40,7 @@ class Choice(NamedTuple):
 
 def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:
     """The compressor of a spec, with `follow_lr` decided; warns of what has cost accuracy.
-    ValueError where it needs the optimizer,
-    and that is None."""
+    ValueError where it needs the optimizer, and that is None."""
     compressor: Any = decide_follow_lr(get_compressor(spec), optimizer is not None, plain_sgd)
     if compressor.traits.corrects_momentum and optimizer is None and compressor.momentum is None:
         raise ValueError(

@@ -164,8 +164,6 @@ class Session:
         if self.trial is not None:
             self.trial.step_begins()
 
-    # -- for users, as `Bound` says
-
     def tell_of_float32(self, name: str) -> None:
         """Warns, the first time, of a tensor whose float64 numbers are not all there in float32."""
         if not self.has_told_of_float32:
@@ -177,6 +175,8 @@ class Session:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    # -- for users, as `Bound` says
 
     def record(self, to: Destination, every: int, by_tensor: bool) -> Recorder:
         self.exchange.end_step()

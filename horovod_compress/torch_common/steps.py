@@ -111,8 +111,8 @@ class Steps(Port):
         # id(parameter) → learning rate of this step, where it is 0 or residuals follow it.
         self._rates: Dict[int, float] = {}
         specs = self._candidates(spec) if isinstance(spec, Auto) else [spec]
-        # A trial begins with the last one.
         discardable = bool(discardable or grad_scaler is not None)
+        # A trial begins with the last one.
         self.session = Session(ranks, self, specs[-1], discardable)
         if isinstance(spec, Auto):
             for each in specs:
