@@ -51,16 +51,14 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("ratio", [0.0001, 0.001, 0.01, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_count_and_energy(name, ratio):
+def test_exactly_the_largest_are_chosen_and_of_equal_ones_the_first(name, ratio):
+    """Wherever the sample lies, also where it misleads."""
     v = DISTRIBUTIONS[name].astype(np.float32)
     for offset in range(3):
         indices, k = select(v, ratio, offset=offset)
         available = min(k, np.count_nonzero(v))
-        assert 0.8 * available <= len(indices) <= k
-        assert (np.diff(indices.astype(np.int64)) > 0).all()
-        squares = v.astype(np.float64) ** 2
-        best = np.sort(squares)[::-1][: len(indices)].sum()
-        assert squares[indices].sum() >= 0.99 * best
+        largest = np.sort(np.argsort(-np.abs(v), kind="stable")[:available])
+        np.testing.assert_array_equal(indices, largest)
 
 
 def test_single_elements_and_zeros():

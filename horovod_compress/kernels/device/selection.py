@@ -10,9 +10,8 @@ there, in the order of their indices.
 4. Of the candidates each tensor's k largest are chosen, of equal ones the first. They come to the
 CPU, with what v and u hold there, in one copy,
    and nothing waits for the device before.
-5. Where fewer than 0.8·k reach the floor, or more than there is room for, which that copy says too,
-v is searched as a whole. The native kernel
-   finds the same: of fewer it takes all from 0 on, and of more the k largest.
+5. Where fewer than k reach the floor, or more than there is room for, which that copy says too, v
+is searched as a whole.
 6. The CPU codes the entries. `put` writes what they leave in v and u.
 """
 
@@ -30,7 +29,7 @@ from .array import DeviceArray
 from .programs import selection as programs
 from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
-# Standard deviations; decides what is sent, as kSampleMargin in native/tuning.hpp does.
+# Standard deviations, as kSampleMargin in native/tuning.hpp.
 _MARGIN = 2
 # For candidates: times k, and at least.
 _ROOM, _LEAST_ROOM = 4, 4096
@@ -207,8 +206,7 @@ def _take(
 
 
 def _chosen(calls: List[_Update]) -> List[_Entries]:
-    """Advances, and chooses at most k of each tensor; with `chunk` exactly the k largest of each
-    chunk."""
+    """Advances, and chooses the k largest of each tensor, or with `chunk` of each chunk."""
     for call in calls:
         same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
         within_limits(call.grad)
@@ -253,7 +251,7 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
         its = rows[:, start:end]
         finite = peak < launches.TOO_LARGE
         chosen.append(_Entries(its[0].view(np.uint32), its[1:].view(np.float32), finite))
-        if found_here > call.room or 5 * found_here < 4 * call.k and floor != 1:
+        if found_here > call.room or found_here < call.k and floor != 1:
             again.append(number)
         start = end
     for number, found_there in zip(again, _of_all([calls[number] for number in again])):
@@ -355,8 +353,8 @@ def _of_candidates(
 
 
 def _of_all(calls: List[_Update]) -> List[_Entries]:
-    """Of tensors whose v is as it is to be, exactly the k largest of each chunk, or of the tensor,
-    of equal ones the first, and none of zeros."""
+    """Of tensors whose v is as it is to be, the k largest of each chunk, or of the tensor, of equal
+    ones the first, and none of zeros."""
     return in_groups(
         calls, lambda call: (call.k, call.chunk or call.v.size, len(call.states)), _of_chunks
     )

@@ -8,12 +8,12 @@
 //    After 32 chunks, those whose maximum reaches the floor are searched, in the cache; what
 //    reaches it becomes a candidate.
 // 3. When the buffer of candidates is full it is trimmed to the k largest, which raises the floor.
-// 4. If fewer than 0.8·k have passed, v is read once more, from floor 0. A last trim leaves at most
-// k.
+// 4. If fewer than k have passed, v is read again from lower floors, until k have. A last trim
+// leaves the k largest, of equal ones the first.
 //
-// add_by_chunks_pass chooses exactly the k largest of each chunk of the tensor that a user has
-// asked for, of equal ones the first. Its floor comes from the chunk before, and is lowered, while
-// the chunk is in the cache, until k have passed.
+// add_by_chunks_pass chooses the same of each chunk of the tensor that a user has asked for. Its
+// floor comes from the chunk before, and is lowered, while the chunk is in the cache, until k have
+// passed.
 //
 // Magnitudes are compared as integers: for finite floats the bits without the sign order as the
 // absolute values do, one unsigned maximum then answers both "is anything here above the floor" and
@@ -240,12 +240,12 @@ HC_INLINE std::uint32_t sampled_floor(const Update& t, std::size_t n, std::size_
     return top.floor() - (top.floor() > 1);
 }
 
-// The whole of it: floor, pass, and where the sample misled so far that fewer than 0.8·k passed, a
-// second look at v. Returns whether every new v was finite.
+// The whole of it: floor, pass, and where the sample misled, so that fewer than k passed, further
+// looks at v. Returns whether every new v was finite.
 template <Momentum M>
 HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t k,
                                     std::size_t samples, std::size_t offset, TopK& top) {
-    const std::uint32_t floor = k == 0 ? 1 : sampled_floor<M>(t, n, k, samples, offset, top);
+    std::uint32_t floor = k == 0 ? 1 : sampled_floor<M>(t, n, k, samples, offset, top);
     std::uint32_t worst = 0;
     top.start(k, floor, n, kBlock);
     pass(t.v, n, top, [&](std::size_t i, std::size_t count) {
@@ -253,8 +253,10 @@ HC_INLINE bool add_to_residual_pass(const Update& t, std::size_t n, std::size_t 
         worst = worst > peak ? worst : peak;
         return peak;
     });
-    if (top.count() * 5 < 4 * k && floor > 1) {
-        top.start(k, 1, n, kBlock);
+    // Mostly a few are missing, just below.
+    for (std::uint32_t drop = tuning::kFloorMargin; top.count() < k && floor > 1; drop *= 4) {
+        floor = floor > drop ? floor - drop : 1;
+        top.start(k, floor, n, kBlock);
         pass(t.v, n, top,
              [&](std::size_t i, std::size_t count) { return peak_of(t.v + i, count); });
     }

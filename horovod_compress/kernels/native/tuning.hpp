@@ -43,15 +43,15 @@ constexpr std::size_t kChunk = 64;
 // cache.
 constexpr std::size_t kChunksOfBlock = 32;
 // Standard deviations that the floor's rank in the sample lies above the wanted one: too few
-// candidates, and a second look at v, are rare.
+// candidates, and further looks at v, are rare.
 constexpr double kSampleMargin = 2;
 // Times k that candidates fill before they are trimmed to k: more trims cost time, fewer leave the
 // floor low.
 constexpr std::size_t kTrimAt = 2;
 
 // By how much the floor of a user's chunk lies below the least of what the chunk before sent, in
-// floats' bits: a quarter of a factor of two. And by how much it is lowered where fewer than k have
-// passed: a factor of four.
+// floats' bits, a quarter of a factor of two; so much a tensor's floor is lowered first where fewer
+// than k have passed. And by how much a chunk's is: a factor of four.
 constexpr std::uint32_t kFloorMargin = 1u << 21, kFloorDrop = 1u << 24;
 
 // What fires by itself (adaptive.cpp).

@@ -34,14 +34,13 @@ def add_to_residual(
     there. With `base` the gradient is grad − base, and grad is left as base is: so parameters that
     an optimizer has moved from there go back, and the sum is added to them.
 
-    Returns (indices, finite): ascending indices of at most k of the largest non-zero |v|, at least
-    0.8·k where that many are not zero; and whether every new v was finite. The native kernel finds
-    its threshold from about `samples` sampled elements, the sample shifted by `offset`, and trims
-    what passed; the reference sorts, and needs neither.
+    Returns (indices, finite): ascending indices of the k largest |v|, of equal ones the first, and
+    none of zeros; and whether every new v was finite. The native kernel finds a threshold from
+    about `samples` sampled elements, the sample shifted by `offset`, and trims what passed; the
+    reference sorts, and needs neither.
 
-    With `chunk` above 0 the indices are those of exactly the k largest of each chunk of so many
-    elements, of equal ones the first; of all that are not zero, where those are fewer. Nothing is
-    sampled then.
+    With `chunk` above 0 the indices are those of the k largest of each chunk of so many elements.
+    Nothing is sampled then.
     """
     g = np.float32(scale) * (grad if base is None else grad - base)
     m = np.float32(momentum)
