@@ -77,25 +77,25 @@ def worker(spec, model_name, most, device):
     dist.destroy_process_group()
 
 
-def measured(hosts, spec, given):
-    """Figures of a job: those of its rank 0."""
+def measured(hosts, worker, ranks_of_host=1):
+    """Figures of a job: those of its rank 0. worker: the command of each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank, host in enumerate(HOSTS):
+        ranks, places = [], [host for host in HOSTS for _ in range(ranks_of_host)]
+        for rank, host in enumerate(places):
             environment = {
                 **hosts.environment,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(len(HOSTS)),
+                "WORLD_SIZE": str(len(places)),
                 "MASTER_ADDR": HOSTS["a"],
                 "MASTER_PORT": "29511",
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
-            command = hosts.command(host, [sys.executable, __file__, "--worker", *given, spec])
-            with open(pathlib.Path(folder, host), "w") as output:
+            with open(pathlib.Path(folder, str(rank)), "w") as output:
+                command = hosts.command(host, worker)
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output))
         if any([rank.wait() for rank in ranks]):
-            sys.exit(f"failed: {spec}")
-        return json.loads(pathlib.Path(folder, "a").read_text())
+            sys.exit(f"failed: {worker[-1]}")
+        return json.loads(pathlib.Path(folder, "0").read_text())
 
 
 def main():
@@ -117,7 +117,8 @@ def main():
     if options.worker:
         return worker(options.specs[0], options.model, options.steps, options.device)
     os.environ["OMP_NUM_THREADS"] = "1"
-    given = ["--model", options.model, "--steps", options.steps, "--device", options.device]
+    command = [sys.executable, __file__, "--worker", "--model", options.model]
+    command += ["--steps", options.steps, "--device", options.device]
     measured_points = []
     for rate in options.rates:
         print(f"\n{options.model} on {options.device}, 2 ranks on two hosts, link {rate}\n")
@@ -126,7 +127,7 @@ def main():
         found = {}
         with Hosts(rate) as hosts:
             for spec in [*OWN, *options.specs]:
-                found[spec] = measured(hosts, spec, given)
+                found[spec] = measured(hosts, [*command, spec])
         for spec, its in found.items():
             ratios = [its["median"] / found[own]["median"] for own in ("none", "fp16")]
             ms = [1e3 * its["median"], 1e3 * its["least"]]

@@ -50,6 +50,9 @@ MODULES = {
     "horovod_compress.ddp": (
         "For DistributedDataParallel, without Horovod, `from horovod_compress import ddp`."
     ),
+    "horovod_compress.fsdp": (
+        "For models that fully_shard has cut, without Horovod, `from horovod_compress import fsdp`."
+    ),
 }
 # The folders, from those that import to those that are imported.
 FOLDERS = (
@@ -57,6 +60,8 @@ FOLDERS = (
     "torch",
     "tensorflow",
     "ddp",
+    "fsdp",
+    "torch_distributed",
     "torch_common",
     "session",
     "decentralized",

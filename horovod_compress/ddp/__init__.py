@@ -9,10 +9,10 @@ compression = ddp.compress(model, optimizer, "dgc:ratio=0.001,warmup_steps=1000"
 """
 
 from ..session.updates import Nesterov
+from ..torch_distributed.updates import AdamW, UpdateOptimizer
 from .compression import DDPCompression
 from .factories import compress
 from .unbound import HookState, comm_hook
-from .updates import AdamW, UpdateOptimizer
 
 __all__ = [
     "AdamW",

@@ -13,24 +13,19 @@ from ..session.auto import Auto
 from ..session.callers import callers
 from ..session.lifecycle import Event
 from ..session.notices import warn_once
+from ..torch_common.backward import in_backward, pass_under_way
 from ..torch_common.gradient_compression import GradientCompression, check_types
-from ..torch_common.optimizers import in_grad_scaler, without_wrappers
+from ..torch_common.optimizers import without_wrappers
 from ..torch_common.parameters import Slot, named, tensor_of
 from ..torch_common.steps import Steps
-from ..torch_common.takeover import warn_of_changed
-from .checks import check_model, check_optimizer, check_step, optimizers_of
-from .ranks import GroupRanks
+from ..torch_distributed.checks import OTHER_OPTIMIZER, check_optimizer, has_others
+from ..torch_distributed.ranks import GroupRanks
+from .checks import check_model, check_step
 
 _UNUSED = (
     "no optimizer.step() has used the results of the last backward(). Where gradients add up over "
     "several passes, run all but the last in `with model.no_sync():`; where a step is left out, "
     "call compression.discard() before zero_grad(), which needs discardable=True"
-)
-_OTHER_OPTIMIZER = (
-    "no step of the optimizer that ddp.compress was given has used the results of the last "
-    "backward(), and another optimizer has parameters of this model: step the one that was given; "
-    "or wrap the module in a new DistributedDataParallel, once the old one is gone, and compress "
-    "that with the other optimizer"
 )
 _INTERRUPTED = (
     "a backward pass has ended before all gradients were exchanged, so this step would use some "
@@ -102,7 +97,7 @@ class DDPCompression(GradientCompression):
         check_types(optimizer, grad_scaler)
         if optimizer is not None:
             optimizer = without_wrappers(optimizer)
-            check_optimizer(model, optimizer)
+            check_optimizer(model.module, optimizer, "ddp.compress")
         self._ranks = GroupRanks(model.process_group)
         trained = [
             (name, param)
@@ -120,8 +115,6 @@ class DDPCompression(GradientCompression):
         self._futures: List[Tuple[torch.futures.Future, torch.Tensor]] = []
         # Of those: what waits for the last bucket. Then it is known which parameters take part.
         self._held: List[_Bucket] = []
-        # Of the smallest parameter whose momentum is taken over: its last result.
-        self._result: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
         # Parameters that backward passes have reached since the last exchange. None where DDP
         # expects all to be reached.
         self._reached: Optional[Set[int]] = None
@@ -179,7 +172,7 @@ class DDPCompression(GradientCompression):
                 self._steps.begin()
                 # Now, because what users ask must not end a step from here on.
                 self._session.exchange.end_step()
-                self._session.exchange.within = _pass_under_way()
+                self._session.exchange.within = pass_under_way()
             self._futures.append((future, buffer))
             self._held.append(_Bucket(buffer, list(zip(bucket.parameters(), bucket.gradients()))))
             if bucket.is_last() or not self._leaves_out:
@@ -286,11 +279,10 @@ class DDPCompression(GradientCompression):
             # what is rolled back where another one has skipped its step, and comes again.
             for _, buffer in self._futures:
                 buffer.fill_(float("nan"))
-        self._note_result()
+        self._steps.note_results((each.slot, each.view) for each in self._sent)
         lifecycle.take(Event.ARRIVE)
         # A rank that has joined takes part in the others' steps, outside of a backward pass.
-        in_backward = _in_backward()
-        if self._steps.optimizer is None or not in_backward:
+        if self._steps.optimizer is None or not in_backward():
             lifecycle.take(Event.COMMIT)
         if self._reached is not None:
             self._reached.clear()
@@ -305,24 +297,7 @@ class DDPCompression(GradientCompression):
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
 
-    def _note_result(self) -> None:
-        """Keeps what tells later whether gradients with a momentum were changed. A GradScaler takes
-        its scale off them."""
-        self._result, takeover = None, self._steps.takeover
-        succeeded = self._session.exchange.succeeded
-        if not takeover.variants or self._steps.grad_scaler or not succeeded:
-            return
-        covered = [each for each in self._sent if takeover.covers(each.slot.param)]
-        if covered:
-            smallest = min(covered, key=lambda each: each.view.numel())
-            self._result = smallest.slot.param, smallest.view.clone()
-
-    def before_use(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._result is not None:
-            param, result = self._result
-            changed = param.grad is not None and not torch.equal(param.grad, result)
-            if changed and not in_grad_scaler():
-                warn_of_changed(str(self._session.compressor.id), "backward()")
+    def before_use(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     def before_unused(self) -> None:
         session = self._session
@@ -331,7 +306,9 @@ class DDPCompression(GradientCompression):
             skipped = scale is not None and scaler.get_scale() < scale
             # Whether gradients were zeroed since is not known: they may add up.
             if not skipped and (session.discardable or session.compressor.policy.m):
-                raise RuntimeError(_OTHER_OPTIMIZER if self._has_others else _UNUSED)
+                renew = "wrap the module in a new DistributedDataParallel"
+                other = OTHER_OPTIMIZER.format(entry="ddp.compress", renew=renew)
+                raise RuntimeError(other if self._has_others else _UNUSED)
             if not session.discardable and self._has_others:
                 # It has used them.
                 session.lifecycle.take(Event.COMMIT)
@@ -340,32 +317,11 @@ class DDPCompression(GradientCompression):
     @functools.cached_property
     def _has_others(self) -> bool:
         """True where another optimizer than the given one has parameters of this model."""
-        model, own = self._model(), self._steps.bound_optimizer
-        found = optimizers_of(model) if own is not None and model is not None else []
-        return found not in ([], [own])
+        model = self._model()
+        return model is not None and has_others(model.module, self._steps.bound_optimizer)
 
 
 _serving: "weakref.WeakSet[DDPCompression]" = weakref.WeakSet()
-
-
-def _in_backward() -> bool:
-    """Looks whether this thread is in a backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _pass_under_way() -> Callable[[], bool]:
-    """Returns a function that says whether the backward pass goes on that this is called in, to any
-    thread."""
-    if not _in_backward():
-        # The rank has joined, and is nowhere else meanwhile.
-        return lambda: True
-
-    # Autograd keeps it until the pass has ended or failed.
-    kept = functools.partial(bool)
-    torch.autograd.Variable._execution_engine.queue_callback(kept)
-    reference = weakref.ref(kept)
-    # One pass may be within another.
-    return lambda: reference() is not None or _in_backward()
 
 
 def _refuse_after_failure(*_: Any) -> None:

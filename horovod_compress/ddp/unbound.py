@@ -12,8 +12,8 @@ from ..engine.exchange import Exchange
 from ..session.unbound import NotBoundError, Unbound
 from ..torch_common.optimizers import before_closures
 from ..torch_common.search import objects_of
+from ..torch_distributed.checks import optimizers_of
 from ..transport.loopback import Loopback
-from .checks import optimizers_of
 from .compression import DDPCompression, hook
 from .factories import make, trial_of
 
@@ -71,7 +71,7 @@ class HookState(Unbound):
                     "communication hook: register the pair that ddp.comm_hook has returned, with "
                     "one, and let go of an earlier wrapper"
                 )
-            self._bind(models[0], optimizers_of(models[0]))
+            self._bind(models[0], optimizers_of(models[0].module))
         if not self._bound[0].serves(param):
             raise ValueError(
                 "this communication hook has served another model, and keeps what that has not "
@@ -84,7 +84,7 @@ class HookState(Unbound):
         for model in self._models():
             # Not to be asked for within a hook, where DDP would wait for itself.
             known_as = model._get_ddp_logging_data().get("comm_hook")
-            if known_as == hook.__qualname__ and optimizer in optimizers_of(model):
+            if known_as == hook.__qualname__ and optimizer in optimizers_of(model.module):
                 self._bind(model, [optimizer])
 
     def _models(self) -> List[DistributedDataParallel]:

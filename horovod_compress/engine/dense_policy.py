@@ -6,7 +6,7 @@ a step goes dense where payloads of all ranks would be more than a dense exchang
 
 import fnmatch
 import math
-from typing import Collection, Sequence, Tuple
+from typing import Collection, Iterable, Sequence, Tuple
 
 from ..compressors.base import Compressor, Step
 from ..compressors.dense import dense_compressor
@@ -14,27 +14,47 @@ from ..compressors.selective import SelectiveCompressor
 from .group import Group
 from .tensor import Tensor
 
-# Where torch.compile puts a model: no module of a user's is called so.
-_COMPILED = "_orig_mod"
+# Where torch.compile and activation checkpointing put a module: none of a user's is called so.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # Of measured payloads that were too large: what trying again costs is at most one part in so many.
 _TRIES = 16
 
 
-def without_compiled(name: str) -> str:
-    """A parameter's name as it is where its model, or the part that it is in, is not compiled."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+class ShardShape(Tuple[int, ...]):
+    """The shape of the part of a tensor that a rank keeps, and the rank's replicas too. Ranks with
+    the other parts are not among those that exchange.
+
+    Attributes:
+        whole: the tensor's own shape.
+    """
+
+    whole: Tuple[int, ...]
+
+    def __new__(cls, shape: Iterable[int], whole: Tuple[int, ...]) -> "ShardShape":
+        made = super().__new__(cls, tuple(shape))
+        made.whole = whole
+        return made
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name as it is where its model, or the part that it is in, is neither compiled
+    nor checkpointed."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) -> Compressor:
-    """The compressor of a tensor of this name and shape, where `compressor` is configured."""
+    """The compressor of a tensor of this name and shape, where `compressor` is configured. Whether
+    it compresses does not depend on how the tensor is cut, so that states can be cut anew."""
     if not isinstance(compressor, SelectiveCompressor):
         return compressor
-    names = {name, without_compiled(name)}
+    names, whole = {name, bare_name(name)}, getattr(shape, "whole", shape)
     excluded = any(
         fnmatch.fnmatchcase(name, pattern) for name in names for pattern in compressor.exclude
     )
-    small = compressor.min_numel and (len(shape) < 2 or math.prod(shape) < compressor.min_numel)
-    adapted = None if excluded or small else compressor.adapted(shape)
+    small = compressor.min_numel and (len(whole) < 2 or math.prod(whole) < compressor.min_numel)
+    adapted = None if excluded or small else compressor.adapted(whole)
+    if adapted and whole is not shape:
+        adapted = compressor.adapted(shape) or adapted
     return adapted or compressor.fallback() or dense_compressor(compressor.dense, compressor.seed)
 
 

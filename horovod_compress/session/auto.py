@@ -12,7 +12,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
 from ..engine.record_types import Candidate, Plan
-from ..protocol.handshake import gather
 from .trial_rule import RULE, Trials, spread
 
 _log = logging.getLogger("horovod_compress")
@@ -102,9 +101,7 @@ class Controller:
             self._watch(seconds)
 
     def _gathered(self, value: Any) -> List[Any]:
-        """A JSON-able value of each rank, in rank order."""
-        ranks = self._session.ranks
-        return gather(ranks.transport, f"{ranks.label()}.auto", value)
+        return self._session.ranks.gathered("auto", value)
 
     def resume(self, spec: str, chosen: bool) -> None:
         """Takes over a choice that was made elsewhere, and is in force. Where none was, trials go

@@ -2,10 +2,11 @@
 
 import os
 from abc import ABC, abstractmethod
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from ..compressors.base import Compressor
 from ..engine.wrappers import machine_for
+from ..protocol.handshake import gather
 from ..protocol.machine import Machine, Placement
 from .notices import warn_once
 
@@ -54,6 +55,10 @@ class Ranks(ABC):
     def label(self) -> str:
         """The beginning of the names of collectives. All ranks ask for it together."""
         return "hvdc"
+
+    def gathered(self, name: str, value: Any) -> List[Any]:
+        """A JSON-able value of each rank that must decide as the others do."""
+        return gather(self.transport, f"{self.label()}.{name}", value)
 
     def machine_of(self, compressor: Compressor) -> Optional[Machine]:
         """The ranks of this rank's machine, where features around a compressor have use for them.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import ddp
-from ..ddp.transport import DistributedTransport
+from ..torch_distributed.transport import DistributedTransport
 from .cluster import Parameters, Ranks
 
 

@@ -15,6 +15,7 @@ from ..compressors.base import Compressor
 from ..engine.dense_policy import compressor_for
 from .samples import KINDS, Use, add_squares, use_of
 from .search import objects_of
+from .shards import is_shard
 
 _ADVICE = "leave it dense (exclude=…), or choose moments=microbatch"
 # With which samples cannot be told apart.
@@ -253,6 +254,11 @@ def moments_of(compressor: Compressor, params: Dict[str, Tensor]) -> Optional[Mo
         for name, param in params.items()
         if compressor_for(compressor, name, tuple(param.shape)).policy.moments == moments
     }
+    if any(map(is_shard, needing.values())):
+        raise ValueError(
+            f"{compressor.id}: moments={moments} are of whole gradients, and fully_shard hands "
+            "over shards: take moments=minibatch, or compress updates by UpdateOptimizer"
+        )
     return Moments(moments, needing) if needing else None
 
 

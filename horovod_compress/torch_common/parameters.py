@@ -12,6 +12,7 @@ from torch import nn
 from .. import kernels
 from ..session.notices import warn_once
 from ..session.session import Session
+from . import shards
 
 _CPU = torch.device("cpu")
 # As model.named_parameters() gives.
@@ -19,11 +20,12 @@ NamedParameters = Iterable[Tuple[str, torch.Tensor]]
 
 
 class Slot:
-    """A parameter under its name. following: the slot of the parameter that came after it in the
-    last step."""
+    """A parameter under its name. shape: that of its gradients; following: the slot of the
+    parameter that came after it in the last step."""
 
     def __init__(self, name: str, param: torch.Tensor) -> None:
         self.name, self.param, self.following = name, param, self
+        self.shape = shards.shape_of(param)
         # A copy of the gradient, where its own memory does not serve.
         self._staging: Optional[torch.Tensor] = None
         # A single number, the tensor with its memory, and a view of that.

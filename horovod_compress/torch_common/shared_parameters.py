@@ -8,35 +8,53 @@ import torch
 from ..session.session import Session
 from ..session.updates import Nesterov
 from .parameters import NamedParameters, Slot, flat_memory, named
+from .shards import is_shard, local
 
 
 class SharedParameter(Slot):
     """A parameter with the value that all ranks share, and where an outer optimizer has one, its
-    momentum."""
+    momentum. Of a DTensor all are its part on this rank."""
 
     def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
         super().__init__(name, param)
-        self.shared = torch.empty_like(param, requires_grad=False)
+        self.shared = torch.empty_like(self.values)
         dtype = torch.promote_types(param.dtype, torch.float32)
-        self.momentum = torch.zeros_like(param, dtype=dtype, requires_grad=False) if outer else None
+        self.momentum = torch.zeros_like(self.values, dtype=dtype) if outer else None
         # The update, until the exchange is over. None where that itself subtracts and adds the
         # shared value.
         self.loaded: Optional[torch.Tensor] = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The parameter's, in its memory. Looked up, because FSDP may give it another one when
+        training begins."""
+        return local(self.param).detach()
+
+    def swap(self) -> None:
+        """Exchanges its values and the shared ones."""
+        if is_shard(self.param):
+            # FSDP gathers from its memory.
+            kept = self.values.clone()
+            self.values.copy_(self.shared)
+            self.shared.copy_(kept)
+        else:
+            self.param.data, self.shared = self.shared, self.param.data
 
     def update(self, session: Session) -> Tuple[str, Any, Any]:
         """The sum of the local steps, as `UpdateCompression.exchange` takes it: in the parameter's
         own memory where possible."""
         on_device = session.exchange.tensors.on_device(self.name)
-        own, base = (flat_memory(tensor, on_device) for tensor in (self.param.data, self.shared))
+        values = self.values
+        own, base = (flat_memory(tensor, on_device) for tensor in (values, self.shared))
         if self.momentum is None and own is not None and base is not None:
             self.loaded = None
             return self.name, own, base
-        self.param.sub_(self.shared)
-        self.loaded, flat = self.load_for(session, self.param.data)
+        values.sub_(self.shared)
+        self.loaded, flat = self.load_for(session, values)
         return self.name, flat, None
 
     def rollback(self) -> None:
-        self.param.copy_(self.shared)
+        self.values.copy_(self.shared)
 
     def apply(self, outer: Optional[Nesterov]) -> None:
         """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
@@ -47,11 +65,12 @@ class SharedParameter(Slot):
                 self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
             )
             self.loaded.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
-        if self.loaded.data_ptr() == self.param.data_ptr():
-            self.param.add_(self.shared)
+        values = self.values
+        if self.loaded.data_ptr() == values.data_ptr():
+            values.add_(self.shared)
         else:
             # In the wider of both types, and rounded once.
-            self.param.copy_(self.shared).add_(self.loaded.to(self.param.device))
+            values.copy_(self.shared).add_(self.loaded.to(values.device))
 
 
 def trained(
@@ -76,9 +95,10 @@ def trained(
                 f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point "
                 f"is needed"
             )
-        if not param.numel() or not param.data_ptr():
+        its = local(param)
+        if not its.numel() or not its.data_ptr():
             continue
-        other = places.setdefault((param.device, param.data_ptr()), name)
+        other = places.setdefault((its.device, its.data_ptr()), name)
         if other != name:
             raise ValueError(
                 f"{other} and {name} share memory, so that what one adds would count as the "

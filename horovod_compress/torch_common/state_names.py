@@ -2,7 +2,7 @@
 
 from typing import Any, Callable, Collection, Dict, Iterable, List, Set, Tuple
 
-from ..engine.dense_policy import without_compiled
+from ..engine.dense_policy import bare_name
 
 # DistributedDataParallel, DataParallel and AveragedModel put one here; users may have such modules.
 _WRAPPED = "module"
@@ -41,9 +41,9 @@ def renaming(state: Any, names: Iterable[str], others: Collection[str] = ()) -> 
         return {}
     saved, here = list(tensors), list(names)
     # What stands under the name of another parameter was saved when that one was trained.
-    if set(saved) == set(here) or set(_uncompiled(saved)) & set(_uncompiled(others)):
+    if set(saved) == set(here) or set(_bare(saved)) & set(_bare(others)):
         return {}
-    ways: Tuple[Callable[[List[str]], List[str]], ...] = (_uncompiled, _unwrapped)
+    ways: Tuple[Callable[[List[str]], List[str]], ...] = (_bare, _unwrapped)
     for way in ways:
         found = dict(zip(way(here), here))
         keys = way(saved)
@@ -61,13 +61,13 @@ def rekeyed(state: Any, found: Dict[str, str]) -> Any:
     return {**state, **named}
 
 
-def _uncompiled(names: Iterable[str]) -> List[str]:
-    return list(map(without_compiled, names))
+def _bare(names: Iterable[str]) -> List[str]:
+    return list(map(bare_name, names))
 
 
 def _unwrapped(names: List[str]) -> List[str]:
     """Names without wrappers. A module is one where its parent has nothing else that is named."""
-    paths = [name.split(".") for name in _uncompiled(names)]
+    paths = [name.split(".") for name in _bare(names)]
     children: Dict[Tuple[str, ...], Set[Tuple[str, bool]]] = {}
     for path in paths:
         for depth, part in enumerate(path):

@@ -3,7 +3,7 @@ the results, whoever hands gradients over."""
 
 import logging
 import weakref
-from typing import Any, Dict, List, NamedTuple, Optional, Protocol, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Protocol, Tuple
 
 import torch
 
@@ -18,11 +18,12 @@ from ..session.notices import warn_once
 from ..session.port import Port
 from ..session.ranks import Ranks, is_elastic
 from ..session.session import Session
+from . import shards
 from .moments import Moments, moments_of
 from .optimizers import closure_of, in_grad_scaler, skips, with_closure
-from .parameters import NamedParameters, Slot, Slots, Streams
+from .parameters import NamedParameters, Slot, Slots, Streams, tensor_of
 from .state_names import renamed
-from .takeover import SGDTakeover, can_take_over, is_plain_sgd
+from .takeover import SGDTakeover, can_take_over, is_plain_sgd, warn_of_changed
 
 _log = logging.getLogger("horovod_compress")
 
@@ -108,6 +109,8 @@ class Steps(Port):
         self._handles: List[Any] = []
         # What users were told last of an SGD's takeover.
         self._announced: Optional[str] = None
+        # Of the smallest parameter whose momentum is taken over: its last result.
+        self._result: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
         # id(parameter) → learning rate of this step, where it is 0 or residuals follow it.
         self._rates: Dict[int, float] = {}
         specs = self._candidates(spec) if isinstance(spec, Auto) else [spec]
@@ -154,13 +157,14 @@ class Steps(Port):
             # Other momentum stays with the optimizer.
             compressor = compressor.bound(0.0, bool(compressor.nesterov and not variants))
         moments = moments_of(compressor, {slot.name: slot.param for slot in reduced})
-        tensors = {
-            slot.name: (tuple(slot.param.shape), variants.get(slot.name, compressor))
-            for slot in reduced
-        }
+        tensors = {slot.name: (slot.shape, variants.get(slot.name, compressor)) for slot in reduced}
         described = {
-            name: {"shape": list(shape), "compressor": repr(variant)}
-            for name, (shape, variant) in tensors.items()
+            slot.name: {
+                "shape": list(slot.param.shape),
+                **shards.place_of(slot.param),
+                "compressor": repr(tensors[slot.name][1]),
+            }
+            for slot in reduced
         }
         return Choice(
             requested,
@@ -202,10 +206,15 @@ class Steps(Port):
 
     def as_here(self, state: Any) -> Any:
         tensors = self.session.choice.tensors
-        return renamed(state, tensors, {slot.name for slot in self.slots} - tensors.keys())
+        state = renamed(state, tensors, {slot.name for slot in self.slots} - tensors.keys())
+        here = self.session.exchange.tensors
+        return shards.as_here(state, self._params(), here, self._ranks.refused_alone)
 
     def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        return with_tensors(state)
+        return shards.as_saved(state, self._params())
+
+    def _params(self) -> Dict[str, torch.Tensor]:
+        return {slot.name: slot.param for slot in self.slots}
 
     # -- of a step
 
@@ -268,6 +277,22 @@ class Steps(Port):
         grad.copy_(memory)
         if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
             self.session.exchange.fail()
+
+    def note_results(self, results: Iterable[Tuple[Slot, torch.Tensor]]) -> None:
+        """Keeps what tells at the optimizer's step whether gradients with a momentum were changed,
+        for hosts whose results are gradients from then on. Not with a GradScaler, which takes its
+        scale off them.
+
+        Args:
+            results: the parameters, and their results on this rank.
+        """
+        self._result, succeeded = None, self.session.exchange.succeeded
+        if not self.takeover.variants or self.grad_scaler or not succeeded:
+            return
+        covered = [each for each in results if self.takeover.covers(each[0].param)]
+        if covered:
+            slot, result = min(covered, key=lambda each: each[1].numel())
+            self._result = slot.param, result.clone()
 
     # -- around steps of the optimizer
 
@@ -339,7 +364,16 @@ class Steps(Port):
                 "by nan_to_num_()"
             )
         self._host.before_use(optimizer)
+        self._warn_of_changed()
         self.takeover.before_step(optimizer)
+
+    def _warn_of_changed(self) -> None:
+        if self._result is None:
+            return
+        param, result = self._result
+        changed = param.grad is not None and not torch.equal(shards.local(param.grad), result)
+        if changed and not in_grad_scaler():
+            warn_of_changed(str(self.session.compressor.id), "backward()")
 
     def _after_step(self) -> None:
         self.session.lifecycle.take(Event.STEP_ENDED)
@@ -369,13 +403,25 @@ class Steps(Port):
             lifecycle.take(Event.ROLLBACK)
 
 
-def with_tensors(state: Dict[str, Any]) -> Dict[str, Any]:
-    """A state whose arrays are tensors, with their memory."""
-    tensors = {
-        name: {key: torch.from_numpy(array) for key, array in arrays.items()}
-        for name, arrays in state["tensors"].items()
+def bring_means(exchange: Exchange, ranks: Any, carriers: Dict[str, Any]) -> None:
+    """Brings the results of all gradients of a step at once.
+
+    Args:
+        exchange: has had all of them.
+        ranks: `ranks.mean(tensor, name)` starts the mean over them in the tensor's own memory, and
+            returns a function that waits for it.
+        carriers: what `exchange.submit` has returned, by name.
+    """
+    waits = {
+        name: ranks.mean(tensor_of(carrier), f"{ranks.label()}.{name}.mean")
+        for name, carrier in carriers.items()
+        if exchange.tensors.is_payload(name, carrier)
     }
-    return {**state, "tensors": tensors}
+    exchange.flush()
+    for name, carrier in carriers.items():
+        if name in waits:
+            waits[name]()
+        exchange.finish(name, carrier, now=False)
 
 
 def refuse_begun_within_step(compressor: Compressor) -> None:

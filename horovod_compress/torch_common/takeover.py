@@ -10,6 +10,7 @@ import torch
 from ..session.choice import momentum_of
 from ..session.notices import warn_once
 from .optimizers import own_class, skips
+from .shards import is_shard, local
 
 # Steps between two looks at what an SGD's own momentum still holds, where it was taken over.
 LOOK = 64
@@ -236,6 +237,10 @@ class SGDTakeover:
         if decay and any(p.grad is not None and p.grad.is_sparse for p in params):
             raise RuntimeError("weight_decay option is not compatible with sparse gradients")
         if not decay:
+            # torch.distributed.checkpoint asks for what a plain SGD of this momentum would have.
+            for p in filter(is_shard, params):
+                if state[p].get("momentum_buffer") is None:
+                    state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
             params = [p for p in params if self._holds_momentum(state[p], p)]
         if not params:
             return
@@ -260,9 +265,15 @@ class SGDTakeover:
         buffer = state.get("momentum_buffer")
         if buffer is None or self._until_look and id(param) in self._largest:
             return buffer is not None
-        now = float(buffer.abs().max()) if buffer.numel() else 0.0
+        # Not over all shards, of which some may have none.
+        its = local(buffer)
+        now = float(its.abs().max()) if its.numel() else 0.0
         largest = self._largest[id(param)] = max(now, self._largest.get(id(param), 0.0))
-        if now <= DECAYED * largest:
-            del state["momentum_buffer"], self._largest[id(param)]
-            return False
-        return True
+        if now > DECAYED * largest:
+            return True
+        del self._largest[id(param)]
+        if is_shard(buffer):
+            its.zero_()
+        else:
+            del state["momentum_buffer"]
+        return False

@@ -12,18 +12,17 @@ from ..session.choice import Choice
 from ..session.port import Port
 from ..session.session import Session
 from ..session.updates import average, compressor_for_updates, make_alike
-from .parameters import tensor_of
-from .steps import with_tensors
+from . import shards
+from .steps import bring_means
 
 
 class UpdateCompression(Bound, Port):
     """The compression of an UpdateOptimizer.
 
     Args:
-        ranks: those that exchange. `ranks.mean(tensor, name)` starts the mean over them in the
-            tensor's own memory, and returns a function that waits for it.
+        ranks: those that exchange, as of `bring_means`.
         spec: as for `horovod_compress.get_compressor`, or an unbound compression.
-        shapes: of the parameters, by name.
+        params: the parameters, by name.
         options: what else must be alike on all ranks, JSON-able.
         broadcast: what to do where ranks begin with different parameters.
     """
@@ -32,24 +31,32 @@ class UpdateCompression(Bound, Port):
         self,
         ranks: Any,
         spec: Any,
-        shapes: Dict[str, Tuple[int, ...]],
+        params: Dict[str, torch.Tensor],
         options: Dict[str, Any],
         broadcast: str,
     ) -> None:
-        self._ranks, self._shapes, self._broadcast = ranks, shapes, broadcast
-        named = {name: list(shape) for name, shape in shapes.items()}
-        self._alike = {**options, "shapes": named}
+        self._ranks, self._params, self._broadcast = ranks, params, broadcast
+        described = {
+            name: [*param.shape, *shards.place_of(param).values()] for name, param in params.items()
+        }
+        self._alike = {**options, "shapes": described}
         session = Session(ranks, self, spec)
         Bound.__init__(self, session)
         self._exchange: Exchange = session.exchange
 
     def choose(self, spec: Any) -> Choice:
         compressor = compressor_for_updates(spec, self._ranks.rank_and_size()[0])
-        tensors = {name: (shape, compressor) for name, shape in self._shapes.items()}
+        tensors = {
+            name: (shards.shape_of(param), compressor) for name, param in self._params.items()
+        }
         return Choice(compressor, compressor, tensors, self._alike)
 
     def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        return with_tensors(state)
+        return shards.as_saved(state, self._params)
+
+    def as_here(self, state: Any) -> Any:
+        here = self._session.exchange.tensors
+        return shards.as_here(state, self._params, here, self._ranks.refused_alone)
 
     def make(self, choice: Choice) -> Exchange:
         alone, machine = self._ranks.elastic, choice.machine
@@ -80,16 +87,7 @@ class UpdateCompression(Bound, Port):
             return True
         self._session.meet()
         carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
-        waits = {
-            name: ranks.mean(tensor_of(carrier), f"{ranks.label()}.{name}.mean")
-            for name, carrier in carriers.items()
-            if exchange.tensors.is_payload(name, carrier)
-        }
-        exchange.flush()
-        for name, carrier in carriers.items():
-            if name in waits:
-                waits[name]()
-            exchange.finish(name, carrier, now=False)
+        bring_means(exchange, ranks, carriers)
         return exchange.succeeded
 
     def switch(self, spec: Any) -> None:

@@ -13,6 +13,7 @@ from ..session.updates import Nesterov, check_rounds
 from .optimizer_around import OptimizerAround, check_inner, check_one_state
 from .optimizer_methods import Probe, watch
 from .parameters import NamedParameters
+from .shards import like, local
 from .shared_parameters import SharedParameter, checksum, trained
 from .state_names import rekeyed, renaming
 from .update_compression import UpdateCompression
@@ -36,9 +37,8 @@ class UpdatingOptimizer(OptimizerAround):
         check_inner(optimizer, "UpdateOptimizer")
         check_rounds(every, outer)
         names = trained(optimizer, named_parameters)
-        shapes = {name: tuple(param.shape) for name, param in names.items()}
         options = {"every": every, "outer": repr(outer)}
-        self.compression = UpdateCompression(ranks(), spec, shapes, options, broadcast)
+        self.compression = UpdateCompression(ranks(), spec, names, options, broadcast)
         self._session, self._outer = self.compression._session, outer
         self._parameters = [SharedParameter(name, param, outer) for name, param in names.items()]
         # Whether this is within `shared_parameters`.
@@ -75,7 +75,7 @@ class UpdatingOptimizer(OptimizerAround):
             )
         self._refuse_unknown()
         for parameter in self._parameters if not self.local_steps else ():
-            parameter.shared.copy_(parameter.param)
+            parameter.shared.copy_(parameter.values)
         self._shared_is_kept = False
         if not self._session.agreed:
             sums = {each.name: checksum(each.shared) for each in self._parameters}
@@ -103,12 +103,12 @@ class UpdatingOptimizer(OptimizerAround):
             raise RuntimeError(
                 f"call {method}() before or after `with optimizer.shared_parameters():`, not in it"
             )
-        params = [each.param for each in self._parameters]
-        before = Probe(params)
+        before = Probe([each.values for each in self._parameters])
         with self._at_work():
             yield
-        if Probe(params).differs(before):
-            values = {each.name: each.param.detach() for each in self._parameters}
+        # The method may have given them other memory.
+        values = {each.name: each.values for each in self._parameters}
+        if Probe(list(values.values())).differs(before):
             sums = [checksum(each) for each in values.values()]
             self.compression.make_alike(method, sums, values)
 
@@ -138,7 +138,7 @@ class UpdatingOptimizer(OptimizerAround):
         again."""
         for each in self._parameters:
             for key, value in self.state.get(each.param, {}).items():
-                if torch.is_tensor(value) and not torch.isfinite(value).all():
+                if torch.is_tensor(value) and not torch.isfinite(local(value)).all():
                     warn_once(
                         f"rank {self._session.exchange.now.rank}'s optimizer holds numbers that "
                         f"are not finite, {key} of {each.name}: so will be its "
@@ -155,14 +155,16 @@ class UpdatingOptimizer(OptimizerAround):
         rank's own again."""
         swapped = self._parameters if self.local_steps and not self._shows_shared else []
         shown_before, self._shows_shared = self._shows_shared, True
-        for each in swapped:
-            each.param.data, each.shared = each.shared, each.param.data
+        self._swap(swapped)
         try:
             yield
         finally:
             self._shows_shared = shown_before
-            for each in swapped:
-                each.param.data, each.shared = each.shared, each.param.data
+            self._swap(swapped)
+
+    def _swap(self, swapped: List[SharedParameter]) -> None:
+        for each in swapped:
+            each.swap()
 
     @torch.no_grad()
     def average_state(self) -> None:
@@ -171,7 +173,7 @@ class UpdatingOptimizer(OptimizerAround):
         parameter yet."""
         self.compression.average(
             {
-                f"{each.name}.{key}": value
+                f"{each.name}.{key}": local(value)
                 for each in self._parameters
                 for key, value in sorted(self.state.get(each.param, {}).items())
                 if torch.is_tensor(value)
@@ -204,11 +206,18 @@ class UpdatingOptimizer(OptimizerAround):
                 f"{local_steps} of {self._every} local steps are taken: ask for a portable state "
                 f"after an exchange"
             )
+        momentum = {name: its.clone() for name, its in self._momenta().items()}
+        if portable:
+            momentum = {
+                each.name: like(momentum[each.name], each.param)
+                for each in self._parameters
+                if each.name in momentum
+            }
         kept = {
             "compression": self.compression.state_dict(portable),
             "local_steps": local_steps,
             "shared": {each.name: each.shared.clone() for each in self._parameters if local_steps},
-            "momentum": {name: its.clone() for name, its in self._momenta().items()},
+            "momentum": momentum,
         }
         return {**self._optimizer.state_dict(), "updates": kept}
 
@@ -241,7 +250,7 @@ class UpdatingOptimizer(OptimizerAround):
         for each in self._parameters if self.local_steps else ():
             each.shared.copy_(kept["shared"][each.name])
         for name, momentum in self._momenta().items() if kept is not None else ():
-            momentum.copy_(kept["momentum"][name])
+            momentum.copy_(local(kept["momentum"][name]))
         # What ranks have loaded is compared in their next step.
         self._session.agreed = False
 
@@ -251,16 +260,16 @@ class UpdatingOptimizer(OptimizerAround):
             ("shared", kept["local_steps"] > 0),
             ("momentum", self._outer is not None),
         ):
-            found = {name: tuple(tensor.shape) for name, tensor in kept[part].items()}
+            found = {name: tuple(local(tensor).shape) for name, tensor in kept[part].items()}
             if found != (
-                {each.name: tuple(each.param.shape) for each in self._parameters} if needed else {}
+                {each.name: tuple(each.shape) for each in self._parameters} if needed else {}
             ):
                 raise ValueError(
                     f"this state does not fit: its {part} values are {found or 'none'}. Has it "
                     f"other options, or another model?"
                 )
             for name, tensor in kept[part].items():
-                if not torch.isfinite(tensor).all():
+                if not torch.isfinite(local(tensor)).all():
                     raise ValueError(
                         f"this state does not fit: the {part} values of {name} are not finite, and "
                         "no step would be again: load an older one"

@@ -16,8 +16,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 from horovod_compress import WireError, ddp  # noqa: E402
-from horovod_compress.ddp import transport as distributed  # noqa: E402
 from horovod_compress.ddp.checks import check_model  # noqa: E402
+from horovod_compress.torch_distributed import transport as distributed  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")

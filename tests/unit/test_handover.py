@@ -268,13 +268,14 @@ def test_another_transport_moves_the_next_step():
 
 
 def test_updates_that_are_switched_before_their_first_step_are_compared_in_it():
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     from test_port import ToyRanks
 
     from horovod_compress.torch_common.update_compression import UpdateCompression
 
     def first_step(rank, transport):
-        compression = UpdateCompression(ToyRanks(transport), "topk", {"w": (4,)}, {}, "broadcast")
+        params = {"w": torch.zeros(4)}
+        compression = UpdateCompression(ToyRanks(transport), "topk", params, {}, "broadcast")
         compression.switch("fp16")
         with pytest.raises(MismatchError, match="rank 1 differs from rank 0 in parameters.w"):
             compression.begin({"w": rank}, 0)

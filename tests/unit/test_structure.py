@@ -20,7 +20,8 @@ LAYERS = [
     ["engine"],
     ["session", "decentralized"],
     ["torch_common"],
-    ["torch", "tensorflow", "ddp"],
+    ["torch_distributed"],
+    ["torch", "tensorflow", "ddp", "fsdp"],
     ["tools"],
 ]
 FILES = sorted(
@@ -211,7 +212,14 @@ def test_all_but_ports_for_horovod_imports_without_it():
     # Of what needs Horovod, and of what needs Triton.
     left_out = {"torch", "tensorflow", "horovod_ranks.py", "elastic.py", "device"}
     if not importlib.util.find_spec("torch"):
-        left_out |= {"torch_common", "ddp", "cluster.py", "distributed_ranks.py"}
+        left_out |= {
+            "torch_common",
+            "torch_distributed",
+            "ddp",
+            "fsdp",
+            "cluster.py",
+            "distributed_ranks.py",
+        }
     files = [file for file in files if not file.stem.startswith("__")]
     modules = [
         ".".join(file.with_suffix("").parts) for file in files if not left_out & set(file.parts)

@@ -26,8 +26,11 @@ def in_a_new_folder():
 
 @case(2)
 def scripts_of_pages_run_as_pasted():
-    """One that saves states ends, started again, as what was not stopped."""
+    """One that saves states ends, started again, as what was not stopped. FSDP2's, which older
+    versions of PyTorch have not, is in test_lost_ranks.py."""
     for page, script in scripts_of_pages("dist.init_process_group(").items():
+        if "fully_shard" in script:
+            continue
         with in_a_new_folder():
             said = [
                 said_by(script, page, dist, "init_process_group", "destroy_process_group")

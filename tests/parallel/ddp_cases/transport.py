@@ -12,9 +12,9 @@ import torch.distributed as dist
 from checks import raises, registry
 
 from horovod_compress import MismatchError, WireError
-from horovod_compress.ddp import transport as distributed
-from horovod_compress.ddp.ranks import COUNTS
-from horovod_compress.ddp.transport import DistributedTransport
+from horovod_compress.torch_distributed import transport as distributed
+from horovod_compress.torch_distributed.ranks import COUNTS
+from horovod_compress.torch_distributed.transport import DistributedTransport
 
 from .training import assert_replicas_identical, batches, train, wrapped
 from .updates import updating

@@ -1,7 +1,7 @@
 """UpdateOptimizer over torch.distributed."""
 
 import functools
-from typing import Any, Callable, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compressors.advice import ADAM
 from ..session.updates import Nesterov, check_ranks_of_part
 from ..torch_common.adam import AdamWOfRanks
+from ..torch_common.gradient_compression import GradientCompression
 from ..torch_common.parameters import NamedParameters
 from ..torch_common.search import objects_of
+from ..torch_common.shards import is_shard
+from ..torch_common.shared_parameters import SharedParameter
 from ..torch_common.updates import UpdatingOptimizer
-from .ranks import GroupRanks
+from .checks import check_replicas
+from .ranks import GroupRanks, group_of
 
 
 class AdamW(AdamWOfRanks):
@@ -38,7 +42,8 @@ class UpdateOptimizer(UpdatingOptimizer):
         )
 
     It takes the place of DistributedDataParallel: the model is the plain one, and begins with the
-    same parameters on all ranks, as from the same seed.
+    same parameters on all ranks, as from the same seed. Of a model that `fully_shard` has cut over
+    the ranks of a host, ranks with the same shard exchange, those of `process_group`.
 
     Args:
         optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its
@@ -50,7 +55,7 @@ class UpdateOptimizer(UpdatingOptimizer):
         every: how many local steps come before each exchange (H of DiLoCo, arXiv 2311.08105).
         outer: what is done with the mean update; default: it is added. `ddp.Nesterov()` is
             DiLoCo's.
-        process_group: the ranks that exchange; default: all.
+        process_group: the ranks that exchange, a group or a mesh of one dimension; default: all.
 
     Raises:
         ValueError: bad options.
@@ -66,8 +71,11 @@ class UpdateOptimizer(UpdatingOptimizer):
         compression: Any = ADAM.spec,
         every: int = 1,
         outer: Optional[Nesterov] = None,
-        process_group: Optional[dist.ProcessGroup] = None,
+        process_group: Any = None,
     ) -> None:
+        process_group = group_of(process_group, "process_group")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        check_replicas(params, process_group, "process_group")
         size = dist.get_world_size(process_group)
         of_part = isinstance(optimizer, AdamW) and size < dist.get_world_size()
         for group in optimizer.param_groups if of_part else ():
@@ -88,15 +96,24 @@ class UpdateOptimizer(UpdatingOptimizer):
         waits for all ranks."""
         return self._take_step(closure)
 
+    def _swap(self, swapped: List[SharedParameter]) -> None:
+        super()._swap(swapped)
+        if any(is_shard(each.param) for each in swapped):
+            from torch.distributed.fsdp import FSDPModule
+
+            # Else a forward pass might begin with what an earlier one has gathered.
+            for module in objects_of(FSDPModule):
+                module.reshard()
+
     def _go_on_from_all(self) -> None:
         super()._go_on_from_all()
-        reduced = {
-            id(param)
-            for model in objects_of(DistributedDataParallel)
-            for param in model.parameters()
-        }
-        if reduced & self._known:
-            raise ValueError(
-                "DistributedDataParallel averages the gradients of these parameters already: give "
-                "UpdateOptimizer the plain model's, and train that, or use ddp.compress"
-            )
+        found = objects_of(DistributedDataParallel, GradientCompression)
+        for each in found:
+            compresses = isinstance(each, GradientCompression)
+            params = [slot.param for slot in each._steps.slots] if compresses else each.parameters()
+            if self._known.intersection(map(id, params)):
+                raise ValueError(
+                    f"{type(each).__name__} averages the gradients of these parameters already: "
+                    "give UpdateOptimizer those of a model without it, or use ddp.compress, or "
+                    "fsdp.compress, and leave UpdateOptimizer out"
+                )

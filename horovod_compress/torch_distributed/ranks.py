@@ -22,6 +22,24 @@ from .transport import DistributedTransport
 _TOLD = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
+def group_of(given: Any, argument: str) -> Optional[dist.ProcessGroup]:
+    """The process group that a user has given as such, or as a DeviceMesh of one dimension.
+
+    Args:
+        given: None for all ranks.
+        argument: its name.
+
+    Raises:
+        ValueError: a mesh of several dimensions.
+    """
+    if getattr(given, "ndim", 1) != 1:
+        raise ValueError(
+            f"{argument} must be a process group, or a mesh of one dimension, as "
+            f"mesh['replicate'], not {given}"
+        )
+    return given.get_group() if hasattr(given, "get_group") else given
+
+
 class GroupRanks(Ranks):
     """The ranks of a process group. group: None for all ranks.
 
@@ -64,7 +82,9 @@ class GroupRanks(Ranks):
     def placement(self) -> Placement:
         rank, places, refused = self.beside.rank, self._places(), None
         if self.beside.size < dist.get_world_size():
-            refused = "needs all ranks of a machine: leave process_group out, or hosts"
+            refused = (
+                "needs all ranks of a machine, and this process_group has some: leave hosts out"
+            )
         elif not all(places):
             refused = (
                 f"needs {', '.join(_TOLD)} in the environment of every rank, as torchrun sets "

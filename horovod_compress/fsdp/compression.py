@@ -1,0 +1,269 @@
+"""An exchange between replicas of shards, when a backward pass has ended."""
+
+import functools
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+from ..protocol.handshake import agree
+from ..session.lifecycle import Event
+from ..torch_common import shards
+from ..torch_common.backward import at_end, in_backward
+from ..torch_common.gradient_compression import GradientCompression
+from ..torch_common.parameters import NamedParameters, Slot
+from ..torch_common.shared_parameters import checksum
+from ..torch_common.steps import Steps, bring_means
+from ..torch_distributed.checks import OTHER_OPTIMIZER, has_others
+from .internals import Unit
+from .ranks import ReplicaRanks
+
+_PASSES = (
+    "backward_passes_per_step=n of fsdp.compress, or model.set_requires_gradient_sync(False) "
+    "before all passes but the last"
+)
+_ADDS_UP = (
+    "gradients of several backward passes add up, and each pass was exchanged: a momentum would "
+    f"count in each, and a step that is discarded be the last of them. Announce them, by {_PASSES}"
+)
+_UNREDUCED = (
+    "optimizer.step() would use gradients that replicas have not exchanged. {passes} of {every} "
+    "backward passes have ended since the last exchange; those that failed, and those announced as "
+    "not the last (set_requires_all_reduce, set_is_last_backward), do not count. After a failure "
+    "call model.reset_iter_state() and optimizer.zero_grad(), on all ranks"
+)
+_SAME_START = (
+    "FSDP broadcasts nothing between replicas: seed all ranks alike, or load one checkpoint, "
+    "before the first backward pass. And replicate_group must be the ranks that keep the same "
+    "shard on other hosts, mesh['replicate']"
+)
+
+
+class _Sent(NamedTuple):
+    """A gradient that is under way. grad: this rank's part; memory: where the result will be."""
+
+    slot: Slot
+    grad: torch.Tensor
+    memory: torch.Tensor
+    carrier: Any
+
+
+class FSDPCompression(GradientCompression):
+    """A compression of the gradients that replicas of a model exchange, as `compress` makes it.
+
+    Its residuals are this rank's own: save `state_dict()` on every rank, or with portable=True one
+    of DTensors, for torch.distributed.checkpoint, which serves other numbers of replicas and
+    shards.
+
+    Args:
+        spec: as of `compress`, or what a trial is asked for.
+        model: as of `compress`.
+        optimizer: as of `compress`, without wrappers.
+        units: of the model.
+        pairs: the trained parameters by name.
+        ranks: the replicas.
+        passes: backward passes of a step.
+        grad_scaler, discardable: as of `compress`.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        model: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer],
+        units: List[Unit],
+        pairs: NamedParameters,
+        ranks: ReplicaRanks,
+        passes: int,
+        grad_scaler: Any,
+        discardable: bool,
+    ) -> None:
+        self._units, self._ranks, self._every = units, ranks, passes
+        super().__init__(Steps(self, ranks, spec, optimizer, pairs, grad_scaler, discardable))
+        self._others = functools.lru_cache(None)(lambda: has_others(model, optimizer))
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        # Whether replicas have compared their parameters.
+        self._compared = False
+        # Backward passes since the last exchange that have ended.
+        self._passes = 0
+        # Whether gradients came since that replicas do not share.
+        self._unreduced = False
+        # Whether gradients may be results of the last exchange, and those that are, by name, while
+        # others come.
+        self._reduced = False
+        self._aside: Dict[str, torch.Tensor] = {}
+        # Whether the backward pass goes on that is to end in an exchange.
+        self._goes_on: Callable[[], bool] = bool
+        if ranks.active:
+            for unit in units:
+                unit.set_hook(self._came)
+            if optimizer is not None:
+                self._steps.register(optimizer, self)
+
+    # -- as of `Host`
+
+    advice_on_options = (
+        "Where only some ranks have set or loaded it, load it on all of them before training"
+    )
+
+    def reduced(self, steps: Steps) -> List[Slot]:
+        return list(steps.slots) if self._ranks.active else []
+
+    def factor(self) -> float:
+        # That of a mean.
+        return 1.0
+
+    # It was given.
+    def look_for_optimizer(self) -> None: ...
+
+    def before_step(self, optimizer: Any) -> None: ...
+
+    def before_use(self, optimizer: Any) -> None: ...
+
+    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+        if self._unreduced:
+            raise RuntimeError(_UNREDUCED.format(passes=self._passes, every=self._every))
+
+    def before_unused(self) -> None:
+        session = self._session
+        if not session.exchange.succeeded:
+            return
+        once = session.discardable or session.compressor.policy.m
+        if any(bool(shards.local(grad).any()) for grad in self._aside.values()):
+            if once:
+                raise RuntimeError(_ADDS_UP)
+            # They are added up, and used in the end.
+            session.lifecycle.take(Event.COMMIT)
+        elif once and self._others():
+            entry, renew = "fsdp.compress", "make a new model"
+            raise RuntimeError(OTHER_OPTIMIZER.format(entry=entry, renew=renew))
+
+    # -- FSDP's interface
+
+    def _came(self, unit: Unit) -> None:
+        """Comes in backward passes with each unit, before its gradients are in `param.grad`."""
+        if not in_backward():
+            raise RuntimeError(
+                "FSDP reduces gradients outside of a backward pass, as in pipelines: compress "
+                "updates by fsdp.UpdateOptimizer in place of gradients"
+            )
+        slots = self._steps.slots
+        if self._reduced:
+            self._reduced = False
+            for slot in slots:
+                if slot.param.grad is not None:
+                    self._aside[slot.name], slot.param.grad = slot.param.grad, None
+        self._unreduced = True
+        if unit.waits or self._goes_on():
+            return
+        if self._passes and all(slot.param.grad is None for slot in slots):
+            # Users have begun anew, as after a pass that has failed.
+            self._passes = 0
+        self._goes_on = at_end(self._end_pass)
+
+    @torch.no_grad()
+    def _end_pass(self, again: bool = False) -> None:
+        if any(unit.in_backward for unit in self._units):
+            if not again:
+                # After what FSDP has to do for parts that are in no other part.
+                self._goes_on = at_end(functools.partial(self._end_pass, True))
+                return
+            self._goes_on = bool
+            raise RuntimeError(
+                "gradients came in a backward pass within another one, as of activation "
+                "checkpointing with use_reentrant=True: give it use_reentrant=False"
+            )
+        self._goes_on = bool
+        self._passes += 1
+        if self._passes >= self._every:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Brings the means over replicas of all gradients."""
+        for name, param in self._frozen:
+            if param.grad is not None:
+                raise ValueError(
+                    f"a gradient came of {name}, which was frozen when the compression was made: "
+                    "make it after the model is as it will be trained"
+                )
+        self._drop_interrupted()
+        self._compare()
+        self._steps.begin()
+        exchange = self._session.exchange
+        exchange.end_step()
+        with exchange.held():
+            sent = [self._submit(slot) for slot in self._used_by_any()]
+            self._steps.streams.join()
+            bring_means(exchange, self._ranks, {each.slot.name: each.carrier for each in sent})
+        self._hand_over(sent)
+        self._session.lifecycle.take(Event.ARRIVE)
+        if self._steps.optimizer is None:
+            self._session.lifecycle.take(Event.COMMIT)
+
+    def _compare(self) -> None:
+        """MismatchError where replicas have not begun alike."""
+        if self._compared:
+            return
+        its = {
+            slot.name: {**shards.place_of(slot.param), "values": checksum(shards.local(slot.param))}
+            for slot in self._steps.slots
+        }
+        ranks = self._ranks
+        agree(ranks.beside, f"{ranks.label()}.parameters", its, advice=_SAME_START)
+        self._compared = True
+
+    def _used_by_any(self) -> List[Slot]:
+        """The parameters that some replica's passes have reached. Others take no part in the step:
+        what is kept of them would come as a gradient, by which an optimizer moves them without
+        end."""
+        slots = self._steps.slots
+        here = [slot.param.grad is not None for slot in slots]
+        used = torch.tensor(here, dtype=torch.uint8, device="cpu")
+        self._ranks.beside.reduce(used, "max")()
+        return [slot for slot, its in zip(slots, used.tolist()) if its]
+
+    def _submit(self, slot: Slot) -> _Sent:
+        param: Any = slot.param
+        if param.grad is None:
+            # Of this replica, which has not reached it.
+            param.grad = shards.like(torch.zeros_like(shards.local(param)), param)
+        grad = shards.local(param.grad)
+        memory, _, carrier = self._steps.submit(slot, grad)
+        return _Sent(slot, grad, memory, carrier)
+
+    def _hand_over(self, sent: List[_Sent]) -> None:
+        """Leaves results in gradients."""
+        steps, exchange = self._steps, self._session.exchange
+        failed = steps.grad_scaler is not None and exchange.tensors.keep_state
+        failed = failed and not exchange.succeeded
+        sums = {id(param) for unit in self._units if unit.adds_up for param in unit.params}
+        for each in sent:
+            if each.memory is not each.grad:
+                steps.copy_result(each.memory, each.grad)
+            if id(each.slot.param) in sums:
+                each.grad.mul_(self._ranks.beside.size)
+            if failed:
+                # Each optimizer looks at its own gradients only, and what is rolled back comes
+                # again.
+                each.grad.fill_(float("nan"))
+        steps.note_results((each.slot, each.grad) for each in sent)
+        for slot in steps.slots:
+            earlier = self._aside.pop(slot.name, None)
+            if earlier is not None and slot.param.grad is not None:
+                shards.local(slot.param.grad).add_(shards.local(earlier))
+            elif earlier is not None:
+                slot.param.grad = earlier
+        self._reduced, self._unreduced, self._passes = True, False, 0
+
+    def _drop_interrupted(self) -> None:
+        """Rolls back an exchange that has failed."""
+        if self._session.exchange.under_way:
+            self._session.exchange.rollback()
+            self._session.lifecycle.take(Event.ROLLBACK)
+            self._ranks.beside.give_up()
+
+    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
+        """As of `Bound`. After an exchange that has failed, without its step."""
+        if not self._session.exchange.within():
+            self._drop_interrupted()
+        return super().state_dict(portable)
