@@ -125,8 +125,9 @@ class FSDPCompression(GradientCompression):
             raise RuntimeError(_UNREDUCED.format(passes=self._passes, every=self._every))
 
     def before_unused(self) -> None:
-        session = self._session
-        if not session.exchange.succeeded:
+        session, steps = self._session, self._steps
+        skipped = steps.scale is not None and steps.grad_scaler.get_scale() < steps.scale
+        if skipped or not session.exchange.succeeded:
             return
         once = session.discardable or session.compressor.policy.m
         if any(bool(shards.local(grad).any()) for grad in self._aside.values()):

@@ -136,12 +136,15 @@ class Apart(Holder):
 @case(2, 4)
 def nothing_is_lost_whatever_is_reached():
     """What was applied and what is held back make up the mean of all gradients, but for those of a
-    step that a GradScaler skips."""
+    step that a GradScaler skips, in which one of two optimizers finds a number that is not
+    finite."""
     for spec in (SPARSE, "maxnorm:bits=16,ratio=0.1,min_numel=0", "adacomp:min_numel=0"):
         mesh = mesh_of(REPLICAS)
         model = Apart()
         fully_shard(model, mesh=mesh["shard"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        others = dict(model.held)
+        other = torch.optim.SGD([others.pop("matrix")], lr=1.0)
+        optimizer = torch.optim.SGD(others.values(), lr=1.0)
         group = mesh["replicate"]
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         compression = fsdp.compress(
@@ -149,7 +152,7 @@ def nothing_is_lost_whatever_is_reached():
         )
         sums = {}
         for step in range(7):
-            optimizer.zero_grad()
+            model.zero_grad()
             its = [told(rank, step) for rank in range(dist.get_world_size())]
             for rank, gradients in enumerate(its):
                 # By the rank of its replica, as FSDP wants it of all shards.
@@ -161,7 +164,8 @@ def nothing_is_lost_whatever_is_reached():
                 # In the first row, which is in one shard alone.
                 its[-1]["matrix"][0, 0] = float("inf")
             scaler.scale(model(its[dist.get_rank()])).backward()
-            scaler.step(optimizer)
+            for each in (optimizer, other):
+                scaler.step(each)
             scaler.update()
         assert_replicas_identical(model)
         assert compression.stats()["steps_undone"] == 1

@@ -174,10 +174,23 @@ def momentum_that_was_taken_over_is_in_checkpoints_and_given_back():
         with a_folder() as folder:
             saved_together(folder, model, optimizer, compression)
             loaded_together(folder, model, optimizer, compression)
+            loaded_together(folder, *sharded(spec))
         compression.switch("none")
         train(model, optimizer, batches(3))
         assert_replicas_identical(model)
         assert any(its["momentum_buffer"].to_local().any() for its in optimizer.state.values())
+
+
+@case(4)
+def a_momentum_that_has_decayed_stays_in_checkpoints():
+    """That of a plain run, which is looked at every 64 steps."""
+    model, optimizer, compression = sharded("none", optimizer=lambda m: sgd(m, momentum=1e-3))
+    train(model, optimizer, batches(1))
+    compression.switch("dgc:ratio=0.1,min_numel=0")
+    train(model, optimizer, list(batches(1)) * 130)
+    buffers = [its["momentum_buffer"].to_local() for its in optimizer.state.values()]
+    assert len(buffers) == len(compression.stats_by_tensor())
+    assert not any(its.any() for its in buffers)
 
 
 @case(2)
