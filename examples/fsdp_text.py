@@ -64,8 +64,10 @@ def train(spec, codes, options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01)
     compression = None
     if spec == "updates":
+        # A replica's part of the batch has more noise than the whole.
+        own = fsdp.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01, ranks=REPLICAS)
         optimizer = fsdp.UpdateOptimizer(
-            optimizer,
+            own,
             named_parameters=model.named_parameters(),
             every=2,
             process_group=mesh["replicate"],

@@ -1,6 +1,6 @@
 """Refusals under fully_shard, each by its name."""
 
-from typing import Any, List, Tuple
+from typing import Any, Iterable, List, Tuple
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -63,4 +63,16 @@ def trained_parameters(model: nn.Module) -> List[Tuple[str, Any]]:
                 "reduce it yourself where it is one of ignored_params"
             )
             break
+    refuse_hooks(trained)
     return [(bare_name(name), param) for name, param in trained if is_shard(param)]
+
+
+def refuse_hooks(named: Iterable[Tuple[str, Any]]) -> None:
+    """Raises ValueError for parameters whose hooks see gradients before these are exchanged."""
+    for name, param in named:
+        if getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} has a hook behind its gradient, as of an optimizer that steps in the "
+                "backward pass: it would see this replica's gradient, before the exchange. Step "
+                "after backward()"
+            )

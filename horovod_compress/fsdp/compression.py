@@ -6,15 +6,18 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional
 import torch
 from torch import nn
 
+from ..engine.dense_policy import bare_name
 from ..protocol.handshake import agree
 from ..session.lifecycle import Event
 from ..torch_common import shards
 from ..torch_common.backward import at_end, in_backward
 from ..torch_common.gradient_compression import GradientCompression
 from ..torch_common.parameters import NamedParameters, Slot
+from ..torch_common.shards import any_not_zero
 from ..torch_common.shared_parameters import checksum
 from ..torch_common.steps import Steps, bring_means
 from ..torch_distributed.checks import OTHER_OPTIMIZER, has_others
+from .checks import refuse_hooks
 from .internals import Unit
 from .ranks import ReplicaRanks
 
@@ -80,8 +83,7 @@ class FSDPCompression(GradientCompression):
     ) -> None:
         self._units, self._ranks, self._every = units, ranks, passes
         super().__init__(Steps(self, ranks, spec, optimizer, pairs, grad_scaler, discardable))
-        self._others = functools.lru_cache(None)(lambda: has_others(model, optimizer))
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        self._model = model
         # Whether replicas have compared their parameters.
         self._compared = False
         # Backward passes since the last exchange that have ended.
@@ -92,8 +94,9 @@ class FSDPCompression(GradientCompression):
         # others come.
         self._reduced = False
         self._aside: Dict[str, torch.Tensor] = {}
-        # Whether the backward pass goes on that is to end in an exchange.
+        # Whether a backward pass goes on, and whether that was announced as not the last.
         self._goes_on: Callable[[], bool] = bool
+        self._waits = True
         if ranks.active:
             for unit in units:
                 unit.set_hook(self._came)
@@ -129,15 +132,17 @@ class FSDPCompression(GradientCompression):
         skipped = steps.scale is not None and steps.grad_scaler.get_scale() < steps.scale
         if skipped or not session.exchange.succeeded:
             return
-        once = session.discardable or session.compressor.policy.m
-        if any(bool(shards.local(grad).any()) for grad in self._aside.values()):
-            if once:
-                raise RuntimeError(_ADDS_UP)
+        if any_not_zero(self._aside.values()):
             # They are added up, and used in the end.
             session.lifecycle.take(Event.COMMIT)
-        elif once and self._others():
+        elif self._counts_once and has_others(self._model, steps.bound_optimizer):
             entry, renew = "fsdp.compress", "make a new model"
             raise RuntimeError(OTHER_OPTIMIZER.format(entry=entry, renew=renew))
+
+    @property
+    def _counts_once(self) -> bool:
+        """True where results of several exchanges do not add up to those of one."""
+        return bool(self._session.discardable or self._session.compressor.policy.m)
 
     # -- FSDP's interface
 
@@ -148,45 +153,54 @@ class FSDPCompression(GradientCompression):
                 "FSDP reduces gradients outside of a backward pass, as in pipelines: compress "
                 "updates by fsdp.UpdateOptimizer in place of gradients"
             )
-        slots = self._steps.slots
+        self._unreduced = True
+        if not self._goes_on():
+            self._begin_pass()
+        self._waits = self._waits and unit.waits
+
+    def _begin_pass(self) -> None:
+        there = [slot for slot in self._steps.slots if slot.param.grad is not None]
         if self._reduced:
             self._reduced = False
-            for slot in slots:
-                if slot.param.grad is not None:
-                    self._aside[slot.name], slot.param.grad = slot.param.grad, None
-        self._unreduced = True
-        if unit.waits or self._goes_on():
-            return
-        if self._passes and all(slot.param.grad is None for slot in slots):
+            for slot in there:
+                self._aside[slot.name], slot.param.grad = slot.param.grad, None
+        elif not any_not_zero(slot.param.grad for slot in there):
             # Users have begun anew, as after a pass that has failed.
             self._passes = 0
-        self._goes_on = at_end(self._end_pass)
+            self._aside.clear()
+        self._waits, self._goes_on = True, at_end(self._end_pass)
 
     @torch.no_grad()
     def _end_pass(self, again: bool = False) -> None:
+        self._goes_on = bool
+        if self._waits:
+            return
         if any(unit.in_backward for unit in self._units):
             if not again:
                 # After what FSDP has to do for parts that are in no other part.
                 self._goes_on = at_end(functools.partial(self._end_pass, True))
                 return
-            self._goes_on = bool
             raise RuntimeError(
                 "gradients came in a backward pass within another one, as of activation "
                 "checkpointing with use_reentrant=True: give it use_reentrant=False"
             )
-        self._goes_on = bool
         self._passes += 1
         if self._passes >= self._every:
             self._exchange()
 
     def _exchange(self) -> None:
         """Brings the means over replicas of all gradients."""
-        for name, param in self._frozen:
-            if param.grad is not None:
-                raise ValueError(
-                    f"a gradient came of {name}, which was frozen when the compression was made: "
-                    "make it after the model is as it will be trained"
-                )
+        known = {id(slot.param) for slot in self._steps.slots}
+        new = {id(p) for unit in self._units for p in unit.params if p.grad is not None} - known
+        if new:
+            name = next(name for name, p in self._model.named_parameters() if id(p) in new)
+            raise ValueError(
+                f"a gradient came of {bare_name(name)}, which was frozen, or not there, when the "
+                "compression was made: make it after the model is as it will be trained, and after "
+                "load_state_dict(assign=True)"
+            )
+        if self._counts_once and any_not_zero(self._aside.values()):
+            raise RuntimeError(_ADDS_UP)
         self._drop_interrupted()
         self._compare()
         self._steps.begin()
@@ -205,6 +219,7 @@ class FSDPCompression(GradientCompression):
         """MismatchError where replicas have not begun alike."""
         if self._compared:
             return
+        refuse_hooks((slot.name, slot.param) for slot in self._steps.slots)
         its = {
             slot.name: {**shards.place_of(slot.param), "values": checksum(shards.local(slot.param))}
             for slot in self._steps.slots

@@ -9,8 +9,9 @@ from ..compressors.state import SHARED
 from ..engine.dense_policy import ShardShape
 from ..engine.tensors import Tensors
 
-# Of the arrays of a state: the same number for all shards.
-_RATE = "lr"
+# Of the arrays that are alike on all replicas: the same number for all shards, and one that has a
+# number for each element.
+_RATE, _MOMENTUM = "lr", "u"
 
 
 def is_shard(tensor: Any) -> bool:
@@ -47,6 +48,12 @@ def like(part: torch.Tensor, param: Any) -> torch.Tensor:
     )
 
 
+def any_not_zero(grads: Iterable[Any]) -> bool:
+    """Returns whether some element of this rank's parts is not 0. Waits once for a device."""
+    found = [local(grad).any() for grad in grads]
+    return bool(found) and bool(torch.stack(found).any())
+
+
 def meshes_of(params: Iterable[Any]) -> List[Any]:
     """The meshes over which parameters were cut, each once."""
     return list(dict.fromkeys(param.device_mesh for param in params if is_shard(param)))
@@ -71,14 +78,17 @@ def _places(params: Mapping[str, Any]) -> Dict[str, str]:
     return {"shard": "; ".join(sorted(found))} if found else {}
 
 
-def as_saved(state: Dict[str, Any], params: Mapping[str, torch.Tensor]) -> Dict[str, Any]:
+def as_saved(
+    state: Dict[str, Any], params: Mapping[str, torch.Tensor], here: Tensors
+) -> Dict[str, Any]:
     """A state of NumPy arrays, with tensors of their memory. A rank's own says of which shard it
-    is. In a portable one arrays as long as their parameter's shard are DTensors, which
-    torch.distributed.checkpoint cuts anew; others begin anew where it is loaded.
+    is. In a portable one arrays with a number for each element are DTensors, which
+    torch.distributed.checkpoint cuts anew; what else a shard has begins anew where it is loaded.
 
     Args:
         state: as of `Driver.state_dict`, or `checkpoint.portable`.
         params: the parameters by name.
+        here: the tensors that have it.
     """
     tensors = {
         name: {key: torch.from_numpy(array) for key, array in arrays.items()}
@@ -90,16 +100,16 @@ def as_saved(state: Dict[str, Any], params: Mapping[str, torch.Tensor]) -> Dict[
     # For one replica alone, which has no tensors to load.
     holds_back = any(tensors.values())
     for name, arrays in tensors.items():
-        param = params[name]
+        param, roles = params[name], here[name].compressor.roles
         if is_shard(param):
-            long = {
-                key: its
+            tensors[name] = {
+                key: its if key == _RATE else like(its, param)
                 for key, its in arrays.items()
-                if key != _RATE and its.numel() == local(param).numel()
+                if roles.get(key) is not SHARED or key in (_RATE, _MOMENTUM)
             }
-            rest = {key: its for key, its in arrays.items() if key == _RATE}
-            tensors[name] = {**{key: like(its, param) for key, its in long.items()}, **rest}
-    return {**state, "tensors": tensors, "holds_back": holds_back}
+    # Shards differ in it.
+    measured = dict.fromkeys(state["dense_until"], 0)
+    return {**state, "tensors": tensors, "dense_until": measured, "holds_back": holds_back}
 
 
 def as_here(

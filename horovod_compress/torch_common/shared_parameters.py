@@ -96,6 +96,8 @@ def trained(
                 f"is needed"
             )
         its = local(param)
+        if its.is_meta:
+            raise ValueError(f"{name} is on the meta device: make UpdateOptimizer after to_empty()")
         if not its.numel() or not its.data_ptr():
             continue
         other = places.setdefault((its.device, its.data_ptr()), name)

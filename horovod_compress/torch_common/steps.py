@@ -211,7 +211,7 @@ class Steps(Port):
         return shards.as_here(state, self._params(), here, self._ranks.refused_alone)
 
     def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        return shards.as_saved(state, self._params())
+        return shards.as_saved(state, self._params(), self.session.exchange.tensors)
 
     def _params(self) -> Dict[str, torch.Tensor]:
         return {slot.name: slot.param for slot in self.slots}
@@ -289,7 +289,7 @@ class Steps(Port):
         self._result, succeeded = None, self.session.exchange.succeeded
         if not self.takeover.variants or self.grad_scaler or not succeeded:
             return
-        covered = [each for each in results if self.takeover.covers(each[0].param)]
+        covered = [its for its in results if its[1].numel() and self.takeover.covers(its[0].param)]
         if covered:
             slot, result = min(covered, key=lambda each: each[1].numel())
             self._result = slot.param, result.clone()
@@ -373,7 +373,8 @@ class Steps(Port):
         param, result = self._result
         changed = param.grad is not None and not torch.equal(shards.local(param.grad), result)
         if changed and not in_grad_scaler():
-            warn_of_changed(str(self.session.compressor.id), "backward()")
+            whole = not shards.is_shard(param)
+            warn_of_changed(str(self.session.compressor.id), "backward()", whole)
 
     def _after_step(self) -> None:
         self.session.lifecycle.take(Event.STEP_ENDED)

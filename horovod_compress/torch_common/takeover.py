@@ -41,14 +41,15 @@ def _steps_as_sgd(optimizer: torch.optim.SGD) -> bool:
     return inspect.unwrap(cls.step) is inspect.unwrap(torch.optim.SGD.step)
 
 
-def warn_of_changed(algorithm: str, since: str) -> None:
+def warn_of_changed(algorithm: str, since: str, whole: bool = True) -> None:
     """Warns that gradients were changed while they hold a momentum. since: the call that brought
-    them, as users write it."""
+    them, as users write it; whole: False for shards."""
+    clip = "Clip with clip_norm=…, or make" if whole else "Make"
     warn_once(
         f"gradients were changed between {since} and the step. {algorithm} has taken over SGD's "
         "momentum, and they hold it then: with a momentum m norms are up to 1/(1 - m) times as "
-        "large as those that clip_grad_norm_ sees otherwise. Clip with clip_norm=…, or make the "
-        "compression with momentum=0"
+        f"large as those that clip_grad_norm_ sees otherwise. {clip} the compression with "
+        "momentum=0"
     )
 
 

@@ -52,7 +52,7 @@ class UpdateCompression(Bound, Port):
         return Choice(compressor, compressor, tensors, self._alike)
 
     def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        return shards.as_saved(state, self._params)
+        return shards.as_saved(state, self._params, self._session.exchange.tensors)
 
     def as_here(self, state: Any) -> Any:
         here = self._session.exchange.tensors

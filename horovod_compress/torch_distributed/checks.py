@@ -41,7 +41,7 @@ def check_gradients(module: nn.Module, wrapper: str) -> None:
                 f"{name or 'the model'} has sparse gradients, which are not compressed: make it "
                 "with sparse=False"
             )
-    devices = {param.device.type for param in module.parameters()} - {"cpu", "cuda"}
+    devices = {param.device.type for param in module.parameters()} - {"cpu", "cuda", "meta"}
     if devices:
         warn_once(
             f"compression under {wrapper} was tried on CPUs and NVIDIA's GPUs only, and this model "

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compressors.advice import ADAM
+from ..session.callers import callers
 from ..session.updates import Nesterov, check_ranks_of_part
 from ..torch_common.adam import AdamWOfRanks
 from ..torch_common.gradient_compression import GradientCompression
+from ..torch_common.optimizer_around import check_inner
 from ..torch_common.parameters import NamedParameters
 from ..torch_common.search import objects_of
 from ..torch_common.shards import is_shard
@@ -74,6 +76,7 @@ class UpdateOptimizer(UpdatingOptimizer):
         process_group: Any = None,
     ) -> None:
         process_group = group_of(process_group, "process_group")
+        check_inner(optimizer, "UpdateOptimizer")
         params = [param for group in optimizer.param_groups for param in group["params"]]
         check_replicas(params, process_group, "process_group")
         size = dist.get_world_size(process_group)
@@ -94,6 +97,9 @@ class UpdateOptimizer(UpdatingOptimizer):
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         """A step of the optimizer on this rank, and after every so many of them the exchange, which
         waits for all ranks."""
+        # torch.distributed.checkpoint has an optimizer make its state, at a rate of 0.
+        if not self.state and "_init_optim_state" in (its.f_code.co_name for its in callers()):
+            return super().step(closure)
         return self._take_step(closure)
 
     def _swap(self, swapped: List[SharedParameter]) -> None:
@@ -109,8 +115,12 @@ class UpdateOptimizer(UpdatingOptimizer):
         super()._go_on_from_all()
         found = objects_of(DistributedDataParallel, GradientCompression)
         for each in found:
-            compresses = isinstance(each, GradientCompression)
-            params = [slot.param for slot in each._steps.slots] if compresses else each.parameters()
+            if isinstance(each, GradientCompression):
+                # None where its making has failed.
+                steps = vars(each).get("_steps")
+                params = [slot.param for slot in steps.slots] if steps else []
+            else:
+                params = each.parameters()
             if self._known.intersection(map(id, params)):
                 raise ValueError(
                     f"{type(each).__name__} averages the gradients of these parameters already: "

@@ -134,12 +134,22 @@ def steps_that_cannot_be_right_are_named():
     model.frozen.requires_grad_(True)
     with raises(ValueError, "frozen.weight", "was frozen"):
         train(model, optimizer, data[:1])
-    # dgc's momentum is that of the optimizer that was given.
+    # dgc's momentum is that of the optimizer that was given, also after a step that was skipped.
     model, optimizer, _ = sharded("dgc")
+    for skipped in data[:2]:
+        optimizer.zero_grad()
+        loss_of(model, skipped).backward()
     other = sgd(model)
-    train(model, other, data[:1])
     with raises(RuntimeError, "another optimizer has parameters"):
         train(model, other, data[1:2])
+    model, optimizer, _ = sharded("topk")
+    model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()}, assign=True)
+    with raises(ValueError, "load_state_dict(assign=True)"):
+        loss_of(model, data[0]).backward()
+    model, optimizer, _ = sharded("topk")
+    model.scale.register_post_accumulate_grad_hook(lambda param: None)
+    with raises(ValueError, "scale has a hook behind its gradient"):
+        loss_of(model, data[0]).backward()
 
 
 class Reentrant(nn.Module):

@@ -80,9 +80,30 @@ def several_passes_are_one_step():
         model, compression = passes_with(unannounced, spec)
         assert_close(model, plain)
         assert compression.stats()["steps"] == 12
-    for options in ({"spec": DENSE}, {"spec": "none", "discardable": True}):
+    for options in (
+        {"spec": DENSE},
+        {"spec": "none", "discardable": True},
+        {"spec": "none", "discardable": True, "bound": False},
+    ):
         with raises(RuntimeError, "backward_passes_per_step"):
             passes_with(unannounced, **options)
+
+
+@case(4)
+def passes_that_are_given_up_stay_forgotten():
+    """By zero_grad(), of results that are in gradients still, and of those that add up to them."""
+    for to_none in (True, False):
+        plain, its, _ = sharded(None, model=model_of().double())
+        wide = model_of().double()
+        model, optimizer, _ = sharded("none", model=wide, backward_passes_per_step=2)
+        for each, made in ((plain, its), (model, optimizer)):
+            for i, x in enumerate(batches(7)):
+                loss_of(each, x).backward()
+                if i == 2:
+                    made.zero_grad(set_to_none=to_none)
+                elif i % 2 == (i < 2):
+                    made.step()
+        assert_close(model, plain, 1e-12)
 
 
 @case(4)

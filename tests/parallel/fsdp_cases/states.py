@@ -34,6 +34,7 @@ SPECS = (
     "adacomp:min_numel=0",
     "onebit:min_numel=0",
     "powersgd:min_numel=0",
+    "powersgd:rank=1,min_numel=0",
     "maxnorm:min_numel=0",
     "none",
 )
@@ -233,19 +234,33 @@ def updates_resume_and_are_cut_anew():
         each.load_state_dict(state)
     steps(again, its, data[3:])
     assert torch.equal(whole(again), whole(reference))
+    # torch makes a new optimizer's state by a step of it.
+    fresh, its = updating()
+    before = whole(fresh)
+    get_state_dict(fresh, its)
+    assert its.local_steps == 0 and torch.equal(whole(fresh), before)
     # After one.
-    state = optimizer.state_dict
     steps(model, optimizer, data[3:4])
+    optimizer.average_state()
+
+    def everything(model, optimizer):
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        return {**state, "updates": optimizer.state_dict(portable=True)["updates"]}
+
     with a_folder() as folder:
-        portable = {"model": model.state_dict(), "updates": state(portable=True)["updates"]}
+        portable = everything(model, optimizer)
         dcp.save(portable, checkpoint_id=folder)
         for replicas in sorted({REPLICAS, dist.get_world_size()}):
             other, its = updating(replicas)
-            loaded = {"model": other.state_dict()}
-            loaded["updates"] = its.state_dict(portable=True)["updates"]
+            loaded = everything(other, its)
             dcp.load(loaded, checkpoint_id=folder)
-            other.load_state_dict(loaded["model"])
+            states = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+            set_state_dict(other, its, **states)
             its.load_state_dict({**its.state_dict(), "updates": loaded["updates"]})
+            moments = zip(its.state.values(), optimizer.state.values())
+            for mine, kept in moments:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(mine[key].full_tensor(), kept[key].full_tensor())
             now = its.state_dict(portable=True)["updates"]
             for name, momentum in portable["updates"]["momentum"].items():
                 assert torch.equal(now["momentum"][name].full_tensor(), momentum.full_tensor())

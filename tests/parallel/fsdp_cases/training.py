@@ -100,15 +100,17 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def sharded(spec, replicas=REPLICAS, optimizer=sgd, model=None, cutting=(), **options):
-    """(model, optimizer, compression) of replicas of shards; spec None: FSDP's own reduction."""
+def sharded(spec, replicas=REPLICAS, optimizer=sgd, model=None, cutting=(), bound=True, **options):
+    """(model, optimizer, compression) of replicas of shards; spec None: FSDP's own reduction.
+    bound: whether the compression gets the optimizer."""
     mesh = mesh_of(replicas)
     over = mesh if spec is None else mesh["shard"]
     model = cut(model or model_of(), over, **dict(cutting))
     made = optimizer(model)
     if spec is None:
         return model, made, None
-    compression = fsdp.compress(model, made, spec, replicate_group=mesh["replicate"], **options)
+    given = made if bound else None
+    compression = fsdp.compress(model, given, spec, replicate_group=mesh["replicate"], **options)
     return model, made, compression
 
 
