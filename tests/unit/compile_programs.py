@@ -26,8 +26,8 @@ from horovod_compress.kernels.device.programs import (
 
 TYPES = {
     # Of the arrays that all tensors share; those of float32 are not named.
-    "*i64": {"table", "owners", "orders", "ends"},
-    "*i32": {"floors", "counts", "peaks", "indices", "largest"},
+    "*i64": {"table", "owners", "ends"},
+    "*i32": {"bins", "counts", "facts", "indices", "largest", "lines", "peaks"},
     "*i16": {"codes"},
     "*i8": {"marks", "scales"},
     "*fp64": {"sums"},
@@ -38,11 +38,14 @@ KINDS = [
     for based in (False, True)
 ]
 ONE_OR_TWO = [{"TWO": False}, {"TWO": True}]
+SEARCHED = {"BLOCK": launches.SEARCHED, "TILE": launches.BLOCK // selection.LINE}
+COLLECTED = {**SEARCHED, "TILE": SEARCHED["TILE"] // 2}
 VARIANTS = {
     # Of constants, where a program has more of them than COLUMNS and BLOCK.
-    "sample": [{**kind, "BLOCK": launches.MARK_BLOCK} for kind in KINDS],
     "advance": KINDS,
-    "collect": ONE_OR_TWO,
+    "narrow": [{**SEARCHED, "STAGE": stage} for stage in (1, 2, 3)],
+    "count": [SEARCHED],
+    "collect": [{**COLLECTED, **each} for each in ONE_OR_TWO],
     "put": ONE_OR_TWO,
     "collect_marked": ONE_OR_TWO,
     "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],

@@ -42,6 +42,7 @@ def test_programs_compile_and_round_as_processors_do(capability, tmp_path):
         "advance 2 True",
         "add_entries",
         "average_momentum True",
+        "narrow 16384 32 3",
         "quantize 26 5 6 int32 False",
     }
     assert expected <= found.keys()

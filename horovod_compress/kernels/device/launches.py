@@ -22,8 +22,10 @@ INTERPRETED = triton.knobs.runtime.interpret
 BLOCK = 1 << 14 if INTERPRETED else 1024
 # Words of a block, each of which is several elements: more take more registers.
 WORD_BLOCK = BLOCK // 4
-# Elements of a block where what is sent is marked or sampled, for the same reason.
+# Elements of a block where what is sent is marked, for the same reason.
 MARK_BLOCK = BLOCK // 2
+# Elements of a block that is searched, tile by tile: each finds first what was counted before.
+SEARCHED = 1 << 14
 # Bits of 2^110, as in the native kernels.
 TOO_LARGE = 0x76800000
 INFINITY = 0x7F800000
@@ -126,9 +128,15 @@ def launch(
         constants.update(COLUMNS=table.shape[1], BLOCK=BLOCK, enable_fp_fusion=False)
         # Triton launches on the device that is current.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            program[(len(owners),)](
-                copied([table.reshape(-1)], device), owners, *shared, **constants
-            )
+            its = _table(table.tobytes(), device, stream_of(device))
+            program[(len(owners),)](its, owners, *shared, **constants)
+
+
+@functools.lru_cache(maxsize=256)
+def _table(numbers: bytes, device: torch.device, stream: Any) -> torch.Tensor:
+    """A table on the device, which is there already where nothing has changed in it. stream: as of
+    `_blocks`."""
+    return copied([np.frombuffer(numbers, np.int64)], device)
 
 
 def _numbers(column: Row) -> Any:

@@ -1,22 +1,17 @@
 """Accumulation with momentum, and the choice of the largest entries: what kernels/native/select.hpp
 does, on a device, for many tensors at once.
 
-1. `sample` shows what v is about to become at the elements that the native kernel samples too, and
-the floor is of the same rank among them.
-2. `advance` advances u and v, zeroes the gradient, and counts the elements of each block that reach
-its tensor's floor.
-3. The sums of those counts say where each block's candidates belong, and `collect` writes them
-there, in the order of their indices.
-4. Of the candidates each tensor's k largest are chosen, of equal ones the first. They come to the
-CPU, with what v and u hold there, in one copy,
-   and nothing waits for the device before.
-5. Where fewer than k reach the floor, or more than there is room for, which that copy says too, v
-is searched as a whole.
-6. The CPU codes the entries. `put` writes what they leave in v and u.
+1. `advance` advances u and v, zeroes the gradient, and keeps and counts the largest magnitude of
+each line of 32 elements.
+2. `narrow`, three times, and `count` find the k-th magnitude of each tensor to the last bit, by
+counting what has 11, 10 and 10 more of its bits. They read only lines whose maximum may reach it.
+3. The sums of blocks' counts say where entries belong, and `collect` writes them there, in the
+order of their indices, of equal ones the first. They come to the CPU, with what v and u hold there,
+in one copy, and nothing waits for the device before.
+4. The CPU codes the entries. `put` writes what they leave in v and u.
 """
 
 import functools
-import math
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -29,11 +24,8 @@ from .array import DeviceArray
 from .programs import selection as programs
 from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
-# Standard deviations, as kSampleMargin in native/tuning.hpp.
-_MARGIN = 2
-# For candidates: times k, and at least.
-_ROOM, _LEAST_ROOM = 4, 4096
-_NOTHING = 2**31 - 1  # a floor above every magnitude
+# Lines of a tile.
+_TILE = launches.BLOCK // programs.LINE
 
 
 class _Update(NamedTuple):
@@ -72,14 +64,9 @@ class _Update(NamedTuple):
         )
 
     @property
-    def sampled(self) -> bool:
-        """True if candidates are found by a floor."""
-        return self.k > 0 and not self.chunk and self.v.size > 0
-
-    @property
-    def room(self) -> int:
-        """For candidates."""
-        return min(self.v.size, max(_ROOM * self.k, _LEAST_ROOM))
+    def narrowed(self) -> bool:
+        """True if a threshold is found for the tensor as a whole."""
+        return self.k > 0 and not self.chunk
 
     @property
     def operands(self) -> Tuple[Any, ...]:
@@ -106,16 +93,6 @@ class _Entries(NamedTuple):
     indices: np.ndarray
     rows: np.ndarray
     finite: bool
-
-
-class _Sample(NamedTuple):
-    """The elements that the native kernel samples: `stretches` of 64, every `stride`-th from number
-    `shift` on; rank: of the floor among them."""
-
-    stretches: int
-    stride: int
-    shift: int
-    rank: int
 
 
 @functools.partial(kernel, arguments=_Update)
@@ -211,145 +188,50 @@ def _chosen(calls: List[_Update]) -> List[_Entries]:
         same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
         within_limits(call.grad)
     return in_groups(
-        calls, lambda call: (call.program, call.sampled, len(call.states)), _chosen_alike
+        calls, lambda call: (call.program, call.narrowed, len(call.states)), _chosen_alike
     )
 
 
 def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
-    device, (kind, based), sampled = calls[0].v.device, calls[0].program, calls[0].sampled
-    floors = (
-        _sampled_floors(calls)
-        if sampled
-        else torch.full((len(calls),), _NOTHING, dtype=torch.int32, device=device)
-    )
-    blocks = launches.blocks([call.v.size for call in calls], device)
-    counts, peaks = blocks.new(2)
-    launches.launch(
-        programs.advance,
-        [(call.v.size, *call.operands) for call in calls],
-        floors,
-        counts,
-        peaks,
-        KIND=kind,
-        BASED=based,
-    )
-    largest, found = blocks.largest(peaks), blocks.sums(counts)
-    if not sampled:
+    device, (kind, based), states = calls[0].v.device, calls[0].program, len(calls[0].states)
+    *lines, of_lines = starts_of([-(-call.v.size // programs.LINE) for call in calls])
+    *starts, total = starts_of([call.k for call in calls])
+    table = [
+        (call.v.size, *call.operands, call.k, line, start)
+        for call, line, start in zip(calls, lines, starts)
+    ]
+    bins = torch.zeros((len(calls), programs.ROW), dtype=torch.int32, device=device)
+    maxima = torch.empty(of_lines, dtype=torch.int32, device=device)
+    launches.launch(programs.advance, table, bins, maxima, KIND=kind, BASED=based)
+    if not calls[0].narrowed:
+        peaks = bins[:, programs.PEAK].tolist()
         return [
             entries._replace(finite=peak < launches.TOO_LARGE)
-            for entries, peak in zip(_of_all(calls), largest.tolist())
+            for entries, peak in zip(_of_all(calls), peaks)
         ]
-    candidates = _of_candidates(calls, floors, counts)
-    facts, entries = np.split(
-        torch.cat([largest, found, floors, candidates.reshape(-1)]).cpu().numpy(), [3 * len(calls)]
-    )
-    rows, start, chosen, again = entries.reshape(len(candidates), -1), 0, [], []
-    for number, (call, peak, found_here, floor) in enumerate(
-        zip(calls, *facts.reshape(3, -1).tolist())
-    ):
-        end = start + min(call.k, found_here, call.room)
-        its = rows[:, start:end]
-        finite = peak < launches.TOO_LARGE
-        chosen.append(_Entries(its[0].view(np.uint32), its[1:].view(np.float32), finite))
-        if found_here > call.room or found_here < call.k and floor != 1:
-            again.append(number)
-        start = end
-    for number, found_there in zip(again, _of_all([calls[number] for number in again])):
-        chosen[number] = found_there._replace(finite=chosen[number].finite)
-    return chosen
-
-
-def _sample_of(call: _Update) -> Optional[_Sample]:
-    """As sampled_floor of the native kernel has it; None where the sample would be no smaller than
-    what is looked for."""
-    stretches = call.v.size // programs.SAMPLED
-    wanted = min(stretches, -(-call.samples // programs.SAMPLED))
-    expected = call.k * (wanted * programs.SAMPLED) / call.v.size
-    rank = int(expected + _MARGIN * math.sqrt(expected) + 2)
-    if rank >= wanted * programs.SAMPLED:
-        return None
-    stride = stretches // wanted
-    return _Sample(wanted, stride, call.offset % stride, rank)
-
-
-def _sampled_floors(calls: List[_Update]) -> torch.Tensor:
-    """Of each tensor a magnitude, as bits, that somewhat more than k will reach, or where that is
-    unknown 1."""
-    device, (kind, based), samples = (
-        calls[0].v.device,
-        calls[0].program,
-        [_sample_of(call) for call in calls],
-    )
-    floors = torch.ones(len(calls), dtype=torch.int32, device=device)
-    known = [(i, call, sample) for i, (call, sample) in enumerate(zip(calls, samples)) if sample]
-    if not known:
-        return floors
-    *starts, total = starts_of([sample.stretches * programs.SAMPLED for _, _, sample in known])
-    rows = [
-        (sample.stretches * programs.SAMPLED, *call.operands, sample.stride, sample.shift, start)
-        for (_, call, sample), start in zip(known, starts)
-    ]
-    orders = torch.empty(total, dtype=torch.int64, device=device)
-    launches.launch(
-        programs.sample, rows, orders, KIND=kind, BASED=based, BLOCK=launches.MARK_BLOCK
-    )
-    places = [start + sample.rank for (_, _, sample), start in zip(known, starts)]
-    which, at = launches.copied(
-        [np.array([i for i, _, _ in known]), np.array(places)], device
-    ).chunk(2)
-    orders = orders.sort().values
-    below, least = (
-        programs.NO_MAGNITUDE - (orders[at - back] & programs.NO_MAGNITUDE) for back in (0, 1)
-    )
-    floors[which] = torch.where(below > 0, least, 1).int()
-    return floors
-
-
-def _of_candidates(
-    calls: List[_Update], floors: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    """A row of indices, and rows of what the states hold there, as bits, of what is chosen of all
-    tensors, at most k of each, one tensor's behind the other's; after those anything."""
-    device, states = counts.device, len(calls[0].states)
-    *starts, total = starts_of([call.room for call in calls])
-    ends = counts.cumsum(0)
-    columns = zip(*((start, call.room, call.k) for start, call in zip(starts, calls)))
-    begins, rooms, ks = launches.copied([np.array(column) for column in columns], device).chunk(3)
-    tensors = torch.arange(len(calls), dtype=torch.int64, device=device)
-    tensors = tensors.repeat_interleave(rooms, output_size=total)
-    orders = tensors << 32 | programs.NO_MAGNITUDE
-    rows = torch.empty((1 + states, total), dtype=torch.int32, device=device)
-    table = [
-        (call.v.size, call.states[0].tensor, call.states[-1].tensor, start, call.room)
-        for call, start in zip(calls, starts)
-    ]
+    search = functools.partial(launches.launch, BLOCK=launches.SEARCHED, TILE=_TILE)
+    for stage in (1, 2, 3):
+        search(programs.narrow, table, bins, maxima, STAGE=stage)
+    sizes = [call.v.size for call in calls]
+    counts = launches.blocks(sizes, device, launches.SEARCHED).new(2)
+    search(programs.count, table, bins, maxima, counts)
+    ends = counts.cumsum(1)
+    brought = torch.zeros(2 * len(calls) + (1 + states) * total, dtype=torch.int32, device=device)
+    facts, rows = brought[: 2 * len(calls)], brought[2 * len(calls) :].view(1 + states, total)
     held = rows.view(torch.float32)
-    launches.launch(
-        programs.collect,
-        table,
-        floors,
-        counts,
-        ends,
-        orders,
-        rows[0],
-        held[1],
-        held[-1],
-        TWO=states == 2,
-    )
-    # By tensors, which stay where they are.
-    orders, order = orders.sort(stable=True)
-    number = torch.arange(total, dtype=torch.int64, device=device)
-    largest = (number - begins[tensors] < ks[tensors]) & (
-        orders & programs.NO_MAGNITUDE != programs.NO_MAGNITUDE
-    )
-    chosen = torch.empty_like(largest)
-    chosen[order] = largest
-    places = chosen.cumsum(0)
-    # What is not chosen comes behind.
-    places = torch.where(chosen, places - 1, places[-1] + number - places)
-    in_order = torch.empty_like(rows)
-    in_order[:, places] = rows
-    return in_order[:, : sum(call.k for call in calls)]
+    of_entries = (facts, rows[0], held[1], held[-1])
+    # Half a tile takes half the registers.
+    collect = functools.partial(search, programs.collect, TILE=_TILE // 2, TWO=states == 2)
+    collect(table, bins, maxima, counts, ends, *of_entries)
+    found = brought.cpu().numpy()
+    its, entries = found[: 2 * len(calls)].reshape(-1, 2), found[2 * len(calls) :]
+    entries = entries.reshape(1 + states, total)
+    chosen = []
+    for (peak, count), start in zip(its.tolist(), starts):
+        own = entries[:, start : start + count]
+        finite = peak < launches.TOO_LARGE
+        chosen.append(_Entries(own[0].view(np.uint32), own[1:].view(np.float32), finite))
+    return chosen
 
 
 def _of_all(calls: List[_Update]) -> List[_Entries]:

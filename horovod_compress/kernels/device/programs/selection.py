@@ -1,23 +1,41 @@
-"""Programs of accumulation with momentum, and of the choice of the largest entries."""
+"""Programs of accumulation with momentum, and of the choice of the largest entries.
+
+A threshold is found by counting, in a row of bins of each tensor: the upper 11 bits of the largest
+magnitude of each line, then of magnitudes the upper 11 bits, the next 10, and the last 10. A
+program finds the bin of the stage before in its tensor's row, where an earlier launch has left it,
+so that nothing waits for the host.
+"""
 
 import triton
 import triton.language as tl
 
 from .parts import INFINITY, TOO_LARGE, block_of, float_at, floats, magnitude_of
 
-# Consecutive elements that are sampled together, as in the native kernels, whose threshold would
-# else be another.
-SAMPLED = 64
-# Less a magnitude, as bits: what sorts the largest first.
-NO_MAGNITUDE = 0x7FFFFFFF
-_SAMPLED, _NO_MAGNITUDE = tl.constexpr(SAMPLED), tl.constexpr(NO_MAGNITUDE)
+# Elements that share one maximum.
+LINE = 32
+# Numbers in a tensor's row: bins of lines, and of the three stages from these places on; what was
+# found.
+FOUND, ROW = 6144, 6152
+# Of what was found: the largest magnitude that was to be; then of elements whose upper bits, or
+# upper and middle bits, are those of the threshold, these bits and how many of them are wanted; the
+# threshold itself, and how many that equal it are wanted.
+PEAK, UPPER, OF_UPPER, MIDDLE, OF_MIDDLE, THRESHOLD, TIES = range(FOUND, FOUND + 7)
 NONE, VANILLA, NESTEROV = 0, 1, 2  # kinds of momentum
+
+_LINE, _ROW = tl.constexpr(LINE), tl.constexpr(ROW)
+_PEAK, _UPPER, _OF_UPPER = tl.constexpr(PEAK), tl.constexpr(UPPER), tl.constexpr(OF_UPPER)
+_MIDDLE, _OF_MIDDLE = tl.constexpr(MIDDLE), tl.constexpr(OF_MIDDLE)
+_THRESHOLD, _TIES = tl.constexpr(THRESHOLD), tl.constexpr(TIES)
 
 
 @triton.jit
-def _from_base(g, base, inside, BASED: tl.constexpr):
-    """A gradient, where it counts from `base`."""
-    return g - tl.load(base, mask=inside, other=0.0) if BASED else g
+def _rows_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """(The number of this block's tensor, where its arguments are, this block's first element, and
+    how many there are from that on, at most a block.)"""
+    owner = tl.load(owners + tl.program_id(0))
+    row = table + owner * COLUMNS
+    start = (tl.program_id(0) - tl.load(row + 1)) * BLOCK
+    return owner, row + 2, start, tl.minimum(tl.load(row) - start, BLOCK).to(tl.int32)
 
 
 @triton.jit
@@ -35,60 +53,24 @@ def _advanced(g, u, v, momentum, KIND: tl.constexpr):
 
 
 @triton.jit
-def _order(owner, bits):
-    """A key that sorts by tensor, and the largest magnitudes first."""
-    return (owner.to(tl.int64) << 32) | (bits ^ _NO_MAGNITUDE).to(tl.int64)
-
-
-@triton.jit
-def sample(
-    table,
-    owners,
-    orders,
-    KIND: tl.constexpr,
-    BASED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """How the magnitudes that v is about to have are ordered, at sampled elements: of every
-    `stride`-th stretch of 64, from number `shift` on.
-
-    grad, base, u, v, momentum, scale, stride, shift, where in `orders`."""
-    owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
-    i = start + i
-    at = (i // _SAMPLED * tl.load(row + 6) + tl.load(row + 7)) * _SAMPLED + i % _SAMPLED
-    g = float_at(row, 5) * _from_base(
-        tl.load(floats(row, 0) + at, mask=inside, other=0.0), floats(row, 1) + at, inside, BASED
-    )
-    old_u = tl.load(floats(row, 2) + at, mask=inside, other=0.0) if KIND else g
-    _, new_v = _advanced(
-        g, old_u, tl.load(floats(row, 3) + at, mask=inside, other=0.0), float_at(row, 4), KIND
-    )
-    bits = magnitude_of(new_v)
-    tl.store(
-        orders + tl.load(row + 8) + i,
-        _order(owner, tl.where(bits < TOO_LARGE, bits, 0)),
-        mask=inside,
-    )
-
-
-@triton.jit
 def advance(
     table,
     owners,
-    floors,
-    counts,
-    peaks,
+    bins,
+    lines,
     KIND: tl.constexpr,
     BASED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Advances u and v, and leaves the gradient as `base` is, or zero. For its block: how many of
-    the new magnitudes reach the tensor's floor, and the largest one that was to be.
+    """Advances u and v, and leaves the gradient as `base` is, or zero. Counts the lines' largest
+    new magnitudes, and notes the largest one that was to be.
 
-    grad, base, u, v, momentum, scale."""
-    owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
+    grad, base, u, v, momentum, scale, k, first line."""
+    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    line = tl.arange(0, BLOCK // _LINE)
+    i = line[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
+    inside = i < size
     grad, base, u, v = (
         floats(row, 0) + start + i,
         floats(row, 1) + start + i,
@@ -112,54 +94,167 @@ def advance(
         )
     kept = tl.where(bits < TOO_LARGE, new_v, old_v)
     tl.store(v, kept, mask=inside)
-    hits = inside & (magnitude_of(kept) >= tl.load(floors + owner))
-    tl.store(counts + tl.program_id(0), tl.sum(hits.to(tl.int32)))
-    tl.store(peaks + tl.program_id(0), tl.max(bits))
+    its = bins + owner * _ROW
+    tl.atomic_max(its + _PEAK, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+    highest = tl.max(tl.where(inside, magnitude_of(kept), 0), 1)
+    there = line * _LINE < size
+    tl.store(lines + tl.load(row + 7) + start // _LINE + line, highest, mask=there)
+    tl.atomic_add(its + (highest >> 20), 1, mask=there & (highest > 0), sem="relaxed")
+
+
+@triton.jit
+def _bin_of(counts, wanted, SIZE: tl.constexpr):
+    """(The highest bin from which on so many elements are, -1 where there are fewer; how many of
+    that bin's are wanted.)"""
+    numbers = tl.arange(0, SIZE)
+    count = tl.load(counts + numbers)
+    from_here = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+    found = tl.max(tl.where(from_here >= wanted, numbers, -1), 0)
+    return found, wanted - tl.sum(tl.where(numbers > found, count, 0), 0)
+
+
+@triton.jit
+def _tile_of(row, lines, start, size, tile, floor, TILE: tl.constexpr):
+    """(So many lines' elements, counted from the block's first; their magnitudes, 0 in lines in
+    which none reaches the floor; what they are.)"""
+    line = tile + tl.arange(0, TILE)
+    highest = tl.load(
+        lines + tl.load(row + 7) + start // _LINE + line, mask=line * _LINE < size, other=0
+    )
+    i = line[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
+    wanted = (highest >= floor)[:, None] & (i < size)
+    value = tl.load(floats(row, 3) + start + i, mask=wanted, other=0.0)
+    return i, magnitude_of(value), value
+
+
+@triton.jit
+def narrow(
+    table,
+    owners,
+    bins,
+    lines,
+    STAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Counts elements by the upper, middle or lower bits of their magnitudes: all that may be
+    above the threshold, then those that have its upper bits, then its upper and middle bits."""
+    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    its, k = bins + owner * _ROW, tl.load(row + 6).to(tl.int32)
+    first = start == 0
+    if STAGE == 1:
+        # At least one element of each line reaches its maximum.
+        upper, of_upper = _bin_of(its, k, 2048)
+        floor = tl.maximum(upper << 20, 1)
+    elif STAGE == 2:
+        upper, of_upper = _bin_of(its + 2048, k, 2048)
+        tl.store(its + _UPPER, upper, mask=first)
+        tl.store(its + _OF_UPPER, of_upper, mask=first)
+        floor = tl.maximum(upper << 20, 1)
+    else:
+        upper = tl.load(its + _UPPER)
+        middle, of_middle = _bin_of(its + 4096, tl.load(its + _OF_UPPER), 1024)
+        tl.store(its + _MIDDLE, middle, mask=first)
+        tl.store(its + _OF_MIDDLE, of_middle, mask=first)
+        floor = tl.maximum(upper << 20 | middle << 10, 1)
+    for tile in range(0, BLOCK // _LINE, TILE):
+        i, bits, value = _tile_of(row, lines, start, size, tile, floor, TILE)
+        if STAGE == 1:
+            tl.atomic_add(its + 2048 + (bits >> 20), 1, mask=bits >= floor, sem="relaxed")
+        elif STAGE == 2:
+            alike = (bits >= floor) & (bits >> 20 == upper)
+            tl.atomic_add(its + 4096 + (bits >> 10 & 1023), 1, mask=alike, sem="relaxed")
+        else:
+            alike = (bits >= floor) & (bits >> 10 == (upper << 10 | middle))
+            tl.atomic_add(its + 5120 + (bits & 1023), 1, mask=alike, sem="relaxed")
+
+
+@triton.jit
+def count(
+    table,
+    owners,
+    bins,
+    lines,
+    counts,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Finds the threshold. For its block: how many are above it, and how many equal it; of the
+    latter none where fewer than k are not zero, which are all above then."""
+    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    its, first = bins + owner * _ROW, start == 0
+    upper = tl.load(its + _UPPER)
+    lower, ties = _bin_of(its + 5120, tl.load(its + _OF_MIDDLE), 1024)
+    threshold = tl.where(upper < 0, 0, upper << 20 | tl.load(its + _MIDDLE) << 10 | lower)
+    tl.store(its + _THRESHOLD, threshold, mask=first)
+    tl.store(its + _TIES, tl.where(threshold > 0, ties, 0), mask=first)
+    above, equal = 0, 0
+    for tile in range(0, BLOCK // _LINE, TILE):
+        i, bits, value = _tile_of(row, lines, start, size, tile, tl.maximum(threshold, 1), TILE)
+        above += tl.sum(tl.sum((bits > threshold).to(tl.int32), 1), 0)
+        equal += tl.sum(tl.sum(((bits == threshold) & (bits > 0)).to(tl.int32), 1), 0)
+    tl.store(counts + tl.program_id(0), above)
+    tl.store(counts + tl.num_programs(0) + tl.program_id(0), equal)
+
+
+@triton.jit
+def _before(flags):
+    """Of each element of a tile in which one row follows the other, how many flags are before."""
+    ones = flags.to(tl.int32)
+    of_rows = tl.sum(ones, 1)
+    return tl.cumsum(ones, 1) - ones + (tl.cumsum(of_rows, 0) - of_rows)[:, None]
 
 
 @triton.jit
 def collect(
     table,
     owners,
-    floors,
+    bins,
+    lines,
     counts,
     ends,
-    orders,
+    facts,
     indices,
     of_v,
     of_u,
     TWO: tl.constexpr,
+    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of the elements that reach the tensor's floor, in order, as many as there is room for: how
-    they are ordered, their indices, and what v, and with TWO u, hold there. ends: sums of the
-    blocks' counts.
+    """Writes, in the order of indices, those of what is chosen, and what v, and with TWO u, hold
+    there; and for each tensor the largest magnitude that was to be, and how many are chosen.
+    counts, ends: of blocks, and their sums.
 
-    v, u, where in those arrays, room."""
-    block = tl.program_id(0)
-    count = tl.load(counts + block)
-    if count > 0:
-        owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
-        first = tl.load(row - 1)
-        before = tl.load(ends + first - 1, mask=first > 0, other=0)
-        value = tl.load(floats(row, 0) + start + i, mask=inside, other=0.0)
-        bits = magnitude_of(value)
-        hits = inside & (bits >= tl.load(floors + owner))
-        at = (
-            (tl.load(ends + block) - before - count).to(tl.int32) + tl.cumsum(hits.to(tl.int32)) - 1
-        )
-        wanted = hits & (at < tl.load(row + 3).to(tl.int32))
-        first = tl.load(row + 2)
-        tl.store(orders + first + at, _order(owner, bits), mask=wanted)
-        tl.store(indices + first + at, (start + i).to(tl.int32), mask=wanted)
-        tl.store(of_v + first + at, value, mask=wanted)
+    As of `advance`, and where in those arrays its entries begin."""
+    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    its, first = bins + owner * _ROW, tl.load(row - 1)
+    threshold, ties = tl.load(its + _THRESHOLD), tl.load(its + _TIES)
+    above = tl.load(ends + block) - tl.load(ends + first - 1, mask=first > 0, other=0)
+    above = above.to(tl.int32) - tl.load(counts + block)
+    ends, counts = ends + blocks, counts + blocks
+    equal = tl.load(ends + block) - tl.load(ends + first - 1, mask=first > 0, other=0)
+    equal = equal.to(tl.int32) - tl.load(counts + block)
+    entry = tl.load(row + 8)
+    for tile in range(0, BLOCK // _LINE, TILE):
+        i, bits, value = _tile_of(row, lines, start, size, tile, tl.maximum(threshold, 1), TILE)
+        larger, tie = bits > threshold, (bits == threshold) & (bits > 0)
+        ties_before = tl.minimum(equal + _before(tie), ties)
+        chosen = larger | tie & (ties_before < ties)
+        at = entry + above + _before(larger) + ties_before
+        tl.store(indices + at, (start + i).to(tl.int32), mask=chosen)
+        tl.store(of_v + at, value, mask=chosen)
         if TWO:
-            tl.store(
-                of_u + first + at,
-                tl.load(floats(row, 1) + start + i, mask=wanted, other=0.0),
-                mask=wanted,
-            )
+            its_u = tl.load(floats(row, 2) + start + i, mask=chosen, other=0.0)
+            tl.store(of_u + at, its_u, mask=chosen)
+        above += tl.sum(tl.sum(larger.to(tl.int32), 1), 0)
+        equal += tl.sum(tl.sum(tie.to(tl.int32), 1), 0)
+    last = start + size == tl.load(row - 2)
+    tl.store(facts + 2 * owner, tl.load(its + _PEAK), mask=last)
+    tl.store(facts + 2 * owner + 1, above + tl.minimum(equal, ties), mask=last)
 
 
 @triton.jit
