@@ -66,7 +66,8 @@ class FSDPCompression(GradientCompression):
         pairs: the trained parameters by name.
         ranks: the replicas.
         passes: backward passes of a step.
-        grad_scaler, discardable: as of `compress`.
+        grad_scaler: as of `compress`.
+        discardable: as of `compress`.
     """
 
     def __init__(

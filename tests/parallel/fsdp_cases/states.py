@@ -38,6 +38,8 @@ SPECS = (
     "maxnorm:min_numel=0",
     "none",
 )
+# Those that keep something.
+CUT_ANEW = SPECS[:-2]
 
 
 @contextlib.contextmanager
@@ -98,7 +100,7 @@ def a_portable_state_is_cut_anew():
     """From as many replicas of as many shards to others, through torch.distributed.checkpoint: the
     mean of what waits, to the last bit."""
     size = dist.get_world_size()
-    for spec in SPECS if size == 4 else SPECS[:2]:
+    for spec in CUT_ANEW if size == 4 else SPECS[:2]:
         with a_folder() as folder:
             model, optimizer, compression = sharded(spec)
             train(model, optimizer, batches(3))
