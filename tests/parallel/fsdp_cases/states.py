@@ -190,7 +190,7 @@ def a_momentum_that_has_decayed_stays_in_checkpoints():
     model, optimizer, compression = sharded("none", optimizer=lambda m: sgd(m, momentum=1e-3))
     train(model, optimizer, batches(1))
     compression.switch("dgc:ratio=0.1,min_numel=0")
-    train(model, optimizer, list(batches(1)) * 130)
+    train(model, optimizer, list(batches(1)) * 66)
     buffers = [its["momentum_buffer"].to_local() for its in optimizer.state.values()]
     assert len(buffers) == len(compression.stats_by_tensor())
     assert not any(its.any() for its in buffers)
