@@ -34,7 +34,7 @@ def check_model(model: Any) -> None:
     for name, why in _NOT_WITH.items():
         if getattr(model, name, None):
             raise ValueError(f"DistributedDataParallel with {name.strip('_')} {why}")
-    check_gradients(model.module, "DistributedDataParallel")
+    check_gradients(model.module, "DistributedDataParallel", ("cpu", "cuda"))
 
 
 def check_unhooked(model: Any) -> None:

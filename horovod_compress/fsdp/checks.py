@@ -47,7 +47,8 @@ def checked_units(model: Any) -> List[Unit]:
                 "this model has an all-reduce hook already, torchft's, or of a compression: that "
                 "is changed by its switch(spec). Leave any other out"
             )
-    check_gradients(model, "fully_shard")
+    # Parameters may get their memory later.
+    check_gradients(model, "fully_shard", ("cpu", "cuda", "meta"))
     return units
 
 

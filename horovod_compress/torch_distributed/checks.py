@@ -1,6 +1,6 @@
 """Refusals of models and optimizers, whose gradients reach compressions without Horovod."""
 
-from typing import Any, List, Sequence
+from typing import Any, Collection, List, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,13 @@ OTHER_OPTIMIZER = (
 )
 
 
-def check_gradients(module: nn.Module, wrapper: str) -> None:
+def check_gradients(module: nn.Module, wrapper: str, tried: Collection[str]) -> None:
     """Looks whether all gradients of a model can be compressed.
 
     Args:
         module: the model.
         wrapper: the name of what moves its gradients.
+        tried: types of devices on which that was tried.
 
     Raises:
         ValueError: some are complex, or sparse.
@@ -41,7 +42,7 @@ def check_gradients(module: nn.Module, wrapper: str) -> None:
                 f"{name or 'the model'} has sparse gradients, which are not compressed: make it "
                 "with sparse=False"
             )
-    devices = {param.device.type for param in module.parameters()} - {"cpu", "cuda", "meta"}
+    devices = {param.device.type for param in module.parameters()}.difference(tried)
     if devices:
         warn_once(
             f"compression under {wrapper} was tried on CPUs and NVIDIA's GPUs only, and this model "
