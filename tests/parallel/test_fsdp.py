@@ -28,12 +28,12 @@ PROMISES = (
 @pytest.mark.extended
 def test_the_example_trains_and_saves(tmp_path):
     example = pathlib.Path(__file__).parents[2] / "examples" / "fsdp_text.py"
-    command = [*TORCHRUN.split(), "--nproc_per_node", "2", sys.executable, example, "--steps", "12"]
+    command = [*TORCHRUN.split(), "--nproc_per_node", "2", sys.executable, example, "--steps", "4"]
     command += ["--compression", "hsdp", "none", "updates", "--state", "kept"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"(\w+): seed 0, loss ([\d.]+)", done.stdout))
-    assert found["none"] == found["hsdp"] and 2 < float(found["updates"]) < 4
+    assert found["none"] == found["hsdp"] and 2 < float(found["updates"]) < 5
     assert (tmp_path / "kept-none" / ".metadata").exists()
 
 
