@@ -1,5 +1,6 @@
 """Refusals under fully_shard, each by its name."""
 
+import os
 from typing import Any, Iterable, List, Tuple
 
 from torch import nn
@@ -8,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.dense_policy import bare_name
 from ..session.notices import warn_once
-from ..torch_common.shards import is_shard
+from ..torch_common.shards import is_shard, meshes_of
 from ..torch_distributed.checks import check_gradients
 from .internals import Unit, units_of
 
@@ -65,6 +66,14 @@ def trained_parameters(model: nn.Module) -> List[Tuple[str, Any]]:
             )
             break
     refuse_hooks(trained)
+    # As torchrun numbers ranks; 0 where nobody has said it.
+    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    for mesh in meshes_of(param for _, param in trained):
+        if of_host and len({rank // of_host for rank in mesh.mesh.flatten().tolist()}) > 1:
+            warn_once(
+                "fully_shard has cut this model over several hosts, between which it gathers and "
+                "reduces uncompressed: give it a mesh within a host, and replicate_group the rest"
+            )
     return [(bare_name(name), param) for name, param in trained if is_shard(param)]
 
 

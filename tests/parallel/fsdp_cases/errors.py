@@ -1,6 +1,9 @@
 """What is refused, by name and with the way out."""
 
+import os
 import sys
+import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,8 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -56,6 +61,22 @@ def models_that_cannot_be_served_are_named():
     served = cut(model_of(), mesh["shard"])
     fsdp.compress(served, sgd(served), "none", replicate_group=group)
     refused(served, "all-reduce hook already", "switch(spec)")
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        apart = cut(model_of(), mesh["shard"])
+        fsdp.compress(apart, sgd(apart), "none", replicate_group=group)
+    of_hosts = [its for its in said if "over several hosts" in str(its.message)]
+    assert bool(of_hosts) == (mesh["shard"].size() > 1)
+    several = nn.Linear(24, 24)
+    other = FSDPMeshInfo(mesh=mesh["replicate"], shard_mesh_dim=0)
+    by_rank = {1: ShardPlacementResult(Shard(0), other)}
+    fully_shard(several, mesh=mesh["shard"], shard_placement_fn=lambda p: by_rank.get(p.dim()))
+    refused(several, "several meshes", "fsdp.UpdateOptimizer")
+    sparse = nn.Sequential(nn.Embedding(8, 4, sparse=True))
+    refused(cut(sparse, mesh["shard"], whole=True), "sparse=False")
     complex_one = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4).to(torch.complex64)})
     for part in complex_one.values():
         fully_shard(part, mesh=mesh["shard"])
