@@ -95,6 +95,8 @@ class FSDPCompression(GradientCompression):
         # others come.
         self._reduced = False
         self._aside: Dict[str, torch.Tensor] = {}
+        # What `_versions` were when the last pass ended.
+        self._left: List[Optional[int]] = []
         # Whether a backward pass goes on, and whether that was announced as not the last.
         self._goes_on: Callable[[], bool] = bool
         self._waits = True
@@ -165,15 +167,24 @@ class FSDPCompression(GradientCompression):
             self._reduced = False
             for slot in there:
                 self._aside[slot.name], slot.param.grad = slot.param.grad, None
-        elif not any_not_zero(slot.param.grad for slot in there):
+        # Not because they are zero: those of a pass may be, on this rank alone. And looking waits
+        # for a device.
+        elif not there or (
+            self._versions() != self._left and not any_not_zero(slot.param.grad for slot in there)
+        ):
             # Users have begun anew, as after a pass that has failed.
             self._passes = 0
             self._aside.clear()
         self._waits, self._goes_on = True, at_end(self._end_pass)
 
+    def _versions(self) -> List[Optional[int]]:
+        """Numbers that change where users write into gradients; FSDP writes into their shards."""
+        grads = (slot.param.grad for slot in self._steps.slots)
+        return [None if grad is None else grad._version for grad in grads]
+
     @torch.no_grad()
     def _end_pass(self, again: bool = False) -> None:
-        self._goes_on = bool
+        self._goes_on, self._left = bool, self._versions()
         if self._waits:
             return
         if any(unit.in_backward for unit in self._units):

@@ -5,7 +5,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 import torch
 
-from ..compressors.state import SHARED
+from ..compressors.state import SHARED, Role
 from ..engine.dense_policy import ShardShape
 from ..engine.tensors import Tensors
 
@@ -105,7 +105,7 @@ def as_saved(
             tensors[name] = {
                 key: its if key == _RATE else like(its, param)
                 for key, its in arrays.items()
-                if roles.get(key) is not SHARED or key in (_RATE, _MOMENTUM)
+                if not _begins_anew(key, roles)
             }
     # Shards differ in it.
     measured = dict.fromkeys(state["dense_until"], 0)
@@ -178,7 +178,12 @@ def _flat_arrays(name: str, arrays: Any, param: Any, here: Tensors) -> Any:
         found[key] = local(its).reshape(-1).cpu().numpy() if is_shard(its) else its
     if name in here:
         tensor = here[name]
-        begun = {key for key, role in tensor.compressor.roles.items() if role is SHARED}
-        for key in begun & tensor.state.arrays.keys() - found.keys():
-            found[key] = tensor.state.arrays[key]
+        for key, array in tensor.state.arrays.items():
+            if _begins_anew(key, tensor.compressor.roles):
+                found.setdefault(key, array)
     return found
+
+
+def _begins_anew(key: str, roles: Mapping[str, Role]) -> bool:
+    """Returns whether an array is a shard's as a whole, so that it cannot be cut anew."""
+    return roles.get(key) is SHARED and key not in (_RATE, _MOMENTUM)

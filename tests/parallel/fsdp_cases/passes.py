@@ -107,6 +107,24 @@ def passes_that_are_given_up_stay_forgotten():
 
 
 @case(4)
+def passes_whose_gradients_are_zero_on_one_rank_count():
+    """As those of a batch that only fills up."""
+    plain, its, _ = sharded(None)
+    model, optimizer, compression = sharded("none", backward_passes_per_step=2)
+    replica = mesh_of(REPLICAS)["replicate"].get_local_rank()
+    for each, made in ((plain, its), (model, optimizer)):
+        for i, x in enumerate(batches(6)):
+            if i % 2 == 0:
+                made.zero_grad()
+            filling = i % 2 == 0 and replica == 1
+            (loss_of(each, x) * (0.0 if filling else 1.0)).backward()
+            if i % 2:
+                made.step()
+    assert_close(model, plain, 1e-5)
+    assert compression.stats()["steps"] == 3
+
+
+@case(4)
 def gradients_that_are_zeroed_in_place_do_not_add_up():
     plain, _ = trained(None, steps=4)
     model, optimizer, _ = sharded(DENSE)
