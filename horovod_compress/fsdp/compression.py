@@ -158,24 +158,22 @@ class FSDPCompression(GradientCompression):
             )
         self._unreduced = True
         if not self._goes_on():
-            self._begin_pass()
+            there = [slot for slot in self._steps.slots if slot.param.grad is not None]
+            if self._reduced:
+                self._reduced = False
+                for slot in there:
+                    self._aside[slot.name], slot.param.grad = slot.param.grad, None
+            # Not because they are zero: those of a pass may be, on this rank alone. And looking
+            # waits for a device.
+            elif not there or (
+                self._versions() != self._left
+                and not any_not_zero(slot.param.grad for slot in there)
+            ):
+                # Users have begun anew, as after a pass that has failed.
+                self._passes = 0
+                self._aside.clear()
+            self._waits, self._goes_on = True, at_end(self._end_pass)
         self._waits = self._waits and unit.waits
-
-    def _begin_pass(self) -> None:
-        there = [slot for slot in self._steps.slots if slot.param.grad is not None]
-        if self._reduced:
-            self._reduced = False
-            for slot in there:
-                self._aside[slot.name], slot.param.grad = slot.param.grad, None
-        # Not because they are zero: those of a pass may be, on this rank alone. And looking waits
-        # for a device.
-        elif not there or (
-            self._versions() != self._left and not any_not_zero(slot.param.grad for slot in there)
-        ):
-            # Users have begun anew, as after a pass that has failed.
-            self._passes = 0
-            self._aside.clear()
-        self._waits, self._goes_on = True, at_end(self._end_pass)
 
     def _versions(self) -> List[Optional[int]]:
         """Numbers that change where users write into gradients; FSDP writes into their shards."""
