@@ -72,10 +72,16 @@ class AdaComp(GatheringCompressor):
             bin_length=self.bin_length,
             scale_factor=self.scale_factor,
         )
-        for state, payload in zip(states, payloads):
+        for state in states:
             # The kernel has subtracted it.
-            state.pending, state.sent = _NOTHING, payload.undo
-        return payloads
+            state.pending = _NOTHING
+
+        def noted(payloads: Sequence[kernels.Encoded]) -> List[kernels.Encoded]:
+            for state, payload in zip(states, payloads):
+                state.sent = payload.undo
+            return list(payloads)
+
+        return kernels.then(payloads, noted)
 
     def commit(self, state: AdaCompState) -> None:
         if state.sent is not None:

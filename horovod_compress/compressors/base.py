@@ -360,14 +360,18 @@ def decode_dense(
             if each is not out:
                 np.copyto(out, each)
         largest = of.max_abs(outs)
-    if scale == 1:
-        return [its <= LARGEST for its in largest]
-    return [multiply(out, scale, its) for out, its in zip(outs, largest)]
+    return multiply(outs, [scale] * len(outs), largest)
 
 
-def multiply(out: np.ndarray, scale: float, largest: float) -> bool:
-    """Multiplies by `scale` what has this largest magnitude. Returns whether that is finite."""
-    if scale != 1:
-        with np.errstate(over="ignore"):
-            out *= np.float32(scale)
-    return largest * abs(scale) <= LARGEST
+def multiply(
+    outs: Sequence[np.ndarray], scales: Sequence[float], largest: Sequence[float]
+) -> List[bool]:
+    """Multiplies arrays that have these largest magnitudes. Returns of each whether it is
+    finite."""
+    for out, scale in zip(outs, scales):
+        if scale != 1:
+            with np.errstate(over="ignore"):
+                out *= np.float32(scale)
+    return kernels.then(
+        largest, lambda found: [its * abs(s) <= LARGEST for its, s in zip(found, scales)]
+    )

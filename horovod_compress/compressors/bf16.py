@@ -38,9 +38,13 @@ class BFloat16(Compressor):
     ) -> List[kernels.Encoded]:
         buffers = spares([state.buffer for state in states])
         payloads = kernels.of(grads[0]).encode_bf16(grads, buffers)
-        for state, payload in zip(states, payloads):
-            state.buffer = payload.buffer
-        return payloads
+
+        def noted(payloads: Sequence[kernels.Encoded]) -> List[kernels.Encoded]:
+            for state, payload in zip(states, payloads):
+                state.buffer = payload.buffer
+            return list(payloads)
+
+        return kernels.then(payloads, noted)
 
     def add_all(
         self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float

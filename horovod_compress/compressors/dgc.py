@@ -247,10 +247,14 @@ class DenseMomentum(NoCompression):
             momentum=self.momentum,
             nesterov=self.nesterov,
         )
-        for i, state in enumerate(states):
-            finite[i] = finite[i] and moved[i]
-            state.sent = state.spare if finite[i] else None
-        return finite
+
+        def noted(moved: Sequence[bool]) -> List[bool]:
+            both = [before and after for before, after in zip(finite, moved)]
+            for state, good in zip(states, both):
+                state.sent = state.spare if good else None
+            return both
+
+        return kernels.then(moved, noted)
 
     def commit(self, state: DenseMomentumState) -> None:
         if state.sent is not None:

@@ -60,9 +60,16 @@ class Float16(NoCompression):
         states: Sequence[State],
         scale: float,
     ) -> List[bool]:
-        if not isinstance(outs[0], np.ndarray) and reduced[0].dtype != FLOAT32:
-            _count_overflows(states, kernels.of(outs[0]).max_abs(outs))
-        return super().decode_dense_all(reduced, outs, states, scale)
+        if isinstance(outs[0], np.ndarray) or reduced[0].dtype == FLOAT32:
+            return super().decode_dense_all(reduced, outs, states, scale)
+        largest = kernels.of(outs[0]).max_abs(outs)
+        finite = super().decode_dense_all(reduced, outs, states, scale)
+
+        def counted(its: Sequence[bool]) -> List[bool]:
+            _count_overflows(states, largest)
+            return list(its)
+
+        return kernels.then(finite, counted)
 
 
 def _count_overflows(states: Sequence[State], largest: Sequence[float]) -> None:

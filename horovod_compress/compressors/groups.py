@@ -6,6 +6,8 @@ import itertools
 from types import GeneratorType
 from typing import Any, Callable, Dict, Generator, Iterable, List, Sequence, Union
 
+from ..kernels import Late
+
 Method = Callable[..., Any]
 # What a method returns, or a generator that asks first and returns so.
 Encodings = Union[List[Any], Generator[Any, Any, List[Any]]]
@@ -95,7 +97,7 @@ def _lockstep(encodings: Sequence[Any]) -> Generator[Any, Any, List[Any]]:
 
 def only(encodings: Encodings) -> Any:
     """The result of a group of one tensor, as that tensor's method returns it."""
-    return encodings[0] if isinstance(encodings, list) else _only(encodings)
+    return encodings[0] if isinstance(encodings, (list, Late)) else _only(encodings)
 
 
 def _only(asking: Generator[Any, Any, List[Any]]) -> Generator[Any, Any, Any]:

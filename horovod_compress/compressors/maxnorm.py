@@ -49,6 +49,8 @@ class MaxNorm(SharedScaleQuantizer):
         self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
     ) -> List[float]:
         kernel = kernels.of(values[0])
+        if not isinstance(values[0], np.ndarray):
+            return kernel.norms(values, l2=self.norm == "l2")
         if self.norm == "max":
             return kernel.max_abs(values, peaks)
         if peaks is not None:

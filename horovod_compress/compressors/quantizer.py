@@ -18,12 +18,13 @@ from .state import State, spares
 class QuantizerState(State):
     """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words
     that say which scales fit, and levels, with several scales, how many ranks' codes fit each. w is
-    the largest norm of all ranks in the open step, infinite where something is not finite."""
+    the largest norm of all ranks in the open step, infinite where something is not finite; on a
+    device an array of one number."""
 
     peaks: Optional[np.ndarray] = None
     scales: Optional[np.ndarray] = None
     levels: Optional[np.ndarray] = None
-    w: float = 0.0
+    w: Any = 0.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -57,7 +58,8 @@ class SharedScaleQuantizer(SharedCoordinates):
     ) -> List[float]:
         """This rank's norm of each tensor; infinity where values are not finite. A tensor's shared
         scale is the largest norm of all ranks. With one scale, magnitudes are clipped at this norm.
-        peaks are filled as by the kernel `max_abs`, and None with one scale."""
+        On a device it is an array of one number, and no magnitude is above it. peaks are filled as
+        by the kernel `max_abs`, and None with one scale."""
 
     def encode_all(
         self, grads: Sequence[np.ndarray], states: Sequence[QuantizerState], steps: Sequence[Step]
@@ -67,16 +69,10 @@ class SharedScaleQuantizer(SharedCoordinates):
         # What was drawn may be on the CPU.
         kernel = kernels.of(values[0])
         peaks = _peaks(values, states) if several else None
-        norms = self.norms_of(values, peaks)
-        norms = [norm if good else math.inf for norm, good in zip(norms, finite)]
-        largest = yield [Allreduce(np.array([norm], np.float32), "max") for norm in norms]
-        for i, state in enumerate(states):
-            state.w = float(largest[i][0])
-            # On some rank: no rank's gradient is used.
-            if not math.isfinite(state.w):
-                values[i].fill(0)
-                if peaks is not None:
-                    peaks[i].fill(0)
+        norms = [
+            norm if good else math.inf for norm, good in zip(self.norms_of(values, peaks), finite)
+        ]
+        clips = yield from _agree(norms, values, peaks, states)
         shared = self._shared(states, size)
         if several:
             scales = kernel.encode_scales(
@@ -94,16 +90,16 @@ class SharedScaleQuantizer(SharedCoordinates):
                 state.levels = counts
         words = kernel.quantize(
             values,
-            self._levels(states),
+            _levels(states, self.steps),
             spares([state.buffer for state in states]),
-            clip=[min(norm, w) for norm, w in zip(norms, shared["w"])],
+            clip=clips,
             key=self.rounding_keys(states, steps),
             **shared,
         )
         for state, its in zip(states, words):
             state.buffer = its
         if states[0].rollbacks:
-            kernel.dequantize(words, self._levels(states), values, scale=1.0, **shared)
+            kernel.dequantize(words, _levels(states, self.steps), values, scale=1.0, **shared)
             for state, its in zip(states, values):
                 # The rounding error, what was drawn less what is sent, goes into the residual.
                 (drawn,) = state.rollbacks
@@ -124,9 +120,11 @@ class SharedScaleQuantizer(SharedCoordinates):
             out if state.indices is None else np.empty(state.indices.size, np.float32)
             for out, state in zip(outs, states)
         ]
-        kernels.of(values[0]).dequantize(
-            summed, self._levels(states), values, scale=scale, **self._shared(states, size)
+        finite = kernels.of(values[0]).dequantize(
+            summed, _levels(states, self.steps), values, scale=scale, **self._shared(states, size)
         )
+        if not isinstance(values[0], np.ndarray):
+            return finite
         for out, state, its in zip(outs, states, values):
             if not math.isfinite(state.w) or not math.isfinite(scale):
                 out.fill(np.nan)
@@ -139,14 +137,42 @@ class SharedScaleQuantizer(SharedCoordinates):
     def _shared(self, states: Sequence[QuantizerState], size: int) -> Dict[str, Any]:
         """Options of kernels that are alike for the codes of all ranks."""
         return {
-            "w": [state.w if math.isfinite(state.w) else 0.0 for state in states],
+            "w": [
+                0.0 if isinstance(state.w, float) and math.isinf(state.w) else state.w
+                for state in states
+            ],
             "steps": self.steps,
             "width": _width(self.steps, size),
             "size": size,
         }
 
-    def _levels(self, states: Sequence[QuantizerState]) -> Optional[List[Any]]:
-        return [state.levels for state in states] if len(self.steps) > 1 else None
+
+def _agree(
+    norms: List[Any],
+    values: Sequence[np.ndarray],
+    peaks: Optional[List[np.ndarray]],
+    states: Sequence[QuantizerState],
+) -> Asking[List[Any]]:
+    """Gives states the largest norm of all ranks. Returns of each tensor where its magnitudes
+    are clipped."""
+    if not isinstance(values[0], np.ndarray):
+        largest = yield [Allreduce(norm, "max") for norm in norms]
+        for state, its in zip(states, largest):
+            state.w = its
+        return largest
+    largest = yield [Allreduce(np.array([norm], np.float32), "max") for norm in norms]
+    for i, state in enumerate(states):
+        state.w = float(largest[i][0])
+        # On some rank: no rank's gradient is used.
+        if not math.isfinite(state.w):
+            values[i].fill(0)
+            if peaks is not None:
+                peaks[i].fill(0)
+    return [min(norm, state.w) for norm, state in zip(norms, states)]
+
+
+def _levels(states: Sequence[QuantizerState], steps: Sequence[float]) -> Optional[List[Any]]:
+    return [state.levels for state in states] if len(steps) > 1 else None
 
 
 def _peaks(values: Sequence[np.ndarray], states: Sequence[QuantizerState]) -> List[np.ndarray]:

@@ -161,12 +161,16 @@ class TopK(GatheringCompressor):
             offset=[self.key(state.name, first.index) & 0xFFFFFFFF for state in states],
             chunk=[size.chunk for size in sizes] if self.chunk else 0,
         )
-        for state, payload in zip(states, payloads):
-            indices, rows = payload.undo
-            state.rollbacks = [Rollback(array, indices, rows[0], True)]
-            if len(rows) > 1:
-                state.rollbacks.append(Rollback("u", indices, rows[1], True))
-        return payloads
+
+        def noted(payloads: Sequence[kernels.Encoded]) -> List[kernels.Encoded]:
+            for state, payload in zip(states, payloads):
+                indices, rows = payload.undo
+                state.rollbacks = [Rollback(array, indices, rows[0], True)]
+                if len(rows) > 1:
+                    state.rollbacks.append(Rollback("u", indices, rows[1], True))
+            return list(payloads)
+
+        return kernels.then(payloads, noted)
 
 
 class _Size(NamedTuple):

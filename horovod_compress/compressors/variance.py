@@ -82,13 +82,17 @@ class Variance(GatheringCompressor):
             tau=self.tau,
             error_feedback=self.error_feedback,
         )
-        for state, payload in zip(states, payloads):
-            state.indices, (r_before, v_before) = payload.undo
-            state.rollbacks = [
-                Rollback("r", state.indices, r_before, replace=True),
-                Rollback("v", state.indices, v_before, replace=True),
-            ]
-        return payloads
+
+        def noted(payloads: Sequence[kernels.Encoded]) -> List[kernels.Encoded]:
+            for state, payload in zip(states, payloads):
+                state.indices, (r_before, v_before) = payload.undo
+                state.rollbacks = [
+                    Rollback("r", state.indices, r_before, replace=True),
+                    Rollback("v", state.indices, v_before, replace=True),
+                ]
+            return list(payloads)
+
+        return kernels.then(payloads, noted)
 
     def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
         # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the

@@ -1,7 +1,7 @@
 """The steps of tensors whose payloads are carriers: the reducer takes them one by one, as gradients
 come."""
 
-from typing import Any, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 import numpy as np
 
@@ -61,20 +61,20 @@ class CarriedStep:
         counters["elements_sent"] += tensor.numel
         return array
 
-    def decode(self) -> bool:
-        """Decodes the results that have come. Returns whether all are finite."""
+    def decode(self, note: Callable[[Sequence[bool]], None]) -> None:
+        """Decodes the results that have come. note: is told of each whether it is finite."""
         arrived, self.arrived = self.arrived, []
-        finite = True
         for numbers, reduced, outs in _alike(arrived):
             tensors = [self.tensors[number] for number in numbers]
             states = [tensor.state for tensor in tensors]
-            good = self.group.compressor.decode_dense_all(reduced, outs, states, self._gain)
+            good: Sequence[bool] = self.group.compressor.decode_dense_all(
+                reduced, outs, states, self._gain
+            )
             for number, out in zip(numbers, outs) if self._bases else ():
                 out += self._bases.pop(number)
             for feature in self._features:
                 good = feature.decoded(tensors, outs, good)
-            finite &= all(good)
-        return finite
+            note(good)
 
     def end(self, succeeded: bool) -> None:
         """Commits the step of all that have come, or rolls it back."""

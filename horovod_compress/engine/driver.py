@@ -4,11 +4,12 @@ states. How a step's requests are answered is each driver's own."""
 import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..compressors.base import Compressor, Step
+from ..kernels import Late
 from ..protocol.machine import Machine
 from . import checkpoint
 from .features import Features
@@ -17,14 +18,33 @@ from .tensor import Tensor
 from .tensors import Tensors
 
 
-@dataclasses.dataclass
 class Transaction:
     """The tensors of one step of the optimizer, whose results are used together, or not at all.
     ended: whether it was committed or rolled back."""
 
-    finite: bool = True
-    ended: bool = False
-    tensors: List[Tensor] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        self.tensors: List[Tensor] = []
+        self.ended = False
+        self._finite = True
+        self._late: List[Late] = []
+
+    def note(self, finite: Sequence[bool]) -> None:
+        """Takes of some results whether they are finite, without a wait where that is late."""
+        if isinstance(finite, Late):
+            self._late.append(finite)
+        else:
+            self._finite &= all(finite)
+
+    def fail(self) -> None:
+        """Has the results not be used."""
+        self._finite = False
+
+    @property
+    def finite(self) -> bool:
+        """True if the results are used: all are finite, and nothing has failed."""
+        while self._late:
+            self._finite &= all(self._late.pop())
+        return self._finite
 
 
 class Driver(ABC):
@@ -120,7 +140,8 @@ class Driver(ABC):
         """
         self._refuse_in_step()
         latest = self._latest
-        committed, latest.finite = latest.ended and latest.finite, False
+        committed = latest.ended and latest.finite
+        latest.fail()
         self.end_step()
         if not committed:
             return []

@@ -159,7 +159,7 @@ class Exchange(Driver):
             pending.arrived.append((number, reduced, grad))
             if now or not pending.reducing:
                 started = time.perf_counter()
-                step.transaction.finite &= pending.decode()
+                pending.decode(step.transaction.note)
                 first = pending.group.tensors[0]
                 first.counters["decode_seconds"] += time.perf_counter() - started
         elif pending.stage is not DONE:
@@ -181,7 +181,7 @@ class Exchange(Driver):
     def fail(self) -> None:
         """Marks this step as failed, on all ranks alike: the reducer could not use a result. It is
         rolled back when it ends."""
-        self._step.transaction.finite = False
+        self._step.transaction.fail()
 
     def fail_tensor(self, name: str) -> None:
         """In place of a `finish` that was interrupted: the step will be rolled back."""

@@ -1,6 +1,6 @@
 """Features beside the algorithms, which look at the steps of a driver's tensors, or change them."""
 
-from typing import Any, List, Sequence
+from typing import Any, Sequence
 
 from ..compressors.base import Step
 from .tensor import Tensor
@@ -36,8 +36,8 @@ class Extension:
         """Called with the payloads, which may be changed, before they travel."""
 
     def decoded(
-        self, tensors: Sequence[Tensor], results: Sequence[Any], finite: List[bool]
-    ) -> List[bool]:
+        self, tensors: Sequence[Tensor], results: Sequence[Any], finite: Sequence[bool]
+    ) -> Sequence[bool]:
         """Called with the results, which may be changed.
 
         Args:

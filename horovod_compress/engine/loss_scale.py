@@ -5,7 +5,7 @@ kept of gradients needs them in those; payloads that leave nothing behind travel
 so do those whose state is of results, because half precision has more digits for them.
 """
 
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, Sequence
 
 import numpy as np
 
@@ -61,13 +61,11 @@ class LossScale(Extension):
         return with_fields(steps, scale=1.0, gain=gain, clip_norm=limit)
 
     def decoded(
-        self, tensors: Sequence[Tensor], results: Sequence[Any], finite: List[bool]
-    ) -> List[bool]:
+        self, tensors: Sequence[Tensor], results: Sequence[Any], finite: Sequence[bool]
+    ) -> Sequence[bool]:
         if tensors[0].name not in self._to_come:
             return finite
         largest = kernels.of(results[0]).max_abs(results)
-        scaled = [
-            multiply(result, self._to_come.pop(tensor.name), its)
-            for tensor, result, its in zip(tensors, results, largest)
-        ]
+        scales = [self._to_come.pop(tensor.name) for tensor in tensors]
+        scaled = multiply(results, scales, largest)
         return [before and after for before, after in zip(finite, scaled)]

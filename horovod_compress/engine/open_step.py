@@ -4,6 +4,8 @@ import dataclasses
 import time
 from typing import Any, Callable, Dict, Iterator, List, Set, Union
 
+import numpy as np
+
 from .. import kernels
 from ..compressors.base import Step
 from ..compressors.wrapper import Wrapper
@@ -15,7 +17,7 @@ from .driver import Transaction
 from .features import Features
 from .group import Group
 from .joint import exchange_jointly
-from .pending import DONE, FAILED, FILLING, JOINT, LAST, NORM, ROUND, Pending, Stage
+from .pending import DONE, FAILED, FILLING, JOINT, LANDING, LAST, NORM, ROUND, Pending, Stage
 from .tensor import Tensor
 
 
@@ -92,14 +94,24 @@ class OpenStep:
             squared_norm = factor**2 * self._squared_norm(norms)
             for pending in norms:
                 self._advance(pending, squared_norm)
+        self._land()
         while waiting := self._at(ROUND):
             yield
             self._compare_numbers()
             for pending in waiting:
                 self._advance(pending, self._waited(pending))
+            self._land()
         if joint := self._at(JOINT):
             step = dataclasses.replace(self.now, gain=factor / self.now.size)
             yield from exchange_jointly(joint, step, self._joint_lengths, self._start)
+
+    def _land(self) -> None:
+        """Waits for payloads that a device has still to bring. Those of all groups are under way
+        by then."""
+        while landing := self._at(LANDING):
+            for pending in landing:
+                (found,) = self._waited(pending)
+                self._advance(pending, found)
 
     def _at(self, stage: Stage) -> List[Any]:
         return [pending for pending in self.groups.values() if pending.stage is stage]
@@ -135,6 +147,9 @@ class OpenStep:
                 pending.stage = LAST
         elif isinstance(request, StepNorm):
             pending.stage = NORM
+        elif isinstance(request, kernels.Late):
+            pending.waits.append(request.take)
+            pending.stage = LANDING
         else:
             for number, each in enumerate(request):
                 suffix = f".{first.name}.round" + (f".{number}" if number else "")
@@ -156,7 +171,9 @@ class OpenStep:
             numbers = Allreduce(step_numbers(self.now.index))
             tensor.count(numbers)
             self._numbers = self._collectives.allreduce(f"{self._label}:step", numbers.array)
-        return self._collectives.allreduce(name, request.array, request.op)
+        there = self._transport.reduces_on_device
+        array = request.array if there else np.asarray(request.array)
+        return self._collectives.allreduce(name, array, request.op)
 
     def _compare_numbers(self) -> None:
         """MismatchError where ranks are at different steps. Due before a sum is used."""
@@ -166,7 +183,7 @@ class OpenStep:
             check_step_numbers(wait(), self.now.index, transport.size, transport.error_of_missing)
 
     def _waited(self, pending: Pending) -> List[Any]:
-        """The results of the collectives that a group waits for."""
+        """The results that a group waits for."""
         started = time.perf_counter()
         arrived = [wait() for wait in pending.waits]
         pending.tensors[0].counters["exchange_seconds"] += time.perf_counter() - started
@@ -186,7 +203,7 @@ class OpenStep:
         self._compare_numbers()
         (arrived,) = self._waited(pending)
         started = time.perf_counter()
-        self.transaction.finite &= pending.step.send((factor, arrived)).finite
+        self.transaction.note(pending.step.send((factor, arrived)).finite)
         pending.tensors[0].counters["decode_seconds"] += time.perf_counter() - started
         pending.stage = DONE
         # Nothing more comes of it until the step ends. Until then its arrays would stay in memory.
@@ -198,13 +215,14 @@ class OpenStep:
         for pending in self._incomplete():
             self.begin_full(pending)
         self.open.pop(name, None)
-        self.transaction.finite = False
+        self.transaction.fail()
 
     def end(self) -> None:
         """Commits the step where all that was submitted is finished, and finite, else rolls it
         back."""
         transaction = self.transaction
-        transaction.finite &= not self.open
+        if self.open:
+            transaction.fail()
         try:
             # Their gradients are to be in residuals, as those of other unfinished steps are.
             for incomplete in self._incomplete():

@@ -17,20 +17,22 @@ class Stage(enum.IntEnum):
     FILLING = 0
     # The norm of the whole step.
     NORM = 1
+    # Payloads, which a device has still to bring.
+    LANDING = 2
     # An exchange that is not the last.
-    ROUND = 2
+    ROUND = 3
     # The exchange of all groups together.
-    JOINT = 3
+    JOINT = 4
     # The last exchange, and the reducer.
-    LAST = 4
+    LAST = 5
     # The end of the step.
-    DONE = 5
+    DONE = 6
     # Nothing: its step has failed.
-    FAILED = 6
+    FAILED = 7
 
 
 # Members of an enum are slow to look up in Python 3.11.
-FILLING, NORM, ROUND, JOINT, LAST, DONE, FAILED = Stage
+FILLING, NORM, LANDING, ROUND, JOINT, LAST, DONE, FAILED = Stage
 
 
 class Pending:
@@ -46,7 +48,7 @@ class Pending:
         # Once the step has begun.
         self.tensors: Sequence[Tensor] = ()
         self.step: Any = None  # a GroupStep
-        # The Request that it waits for, and functions that wait for its collectives.
+        # The Request that it waits for, and functions that wait for what that asks for.
         self.request: Any = None
         self.waits: List[Callable[[], Any]] = []
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..compressors.base import Asking, Compressor, Step, with_fields
 from ..compressors.groups import for_each
 from ..compressors.wrapper import Wrapper
-from ..kernels import HEADROOM, Encoded, beside
+from ..kernels import HEADROOM, Encoded, Late, beside
 from ..protocol import wire
 from ..protocol.requests import Allgather, Allreduce, Final, Joint, Outcome, StepNorm, ToReducer
 from .contract import check_payloads, check_request
@@ -64,6 +64,8 @@ def group_step(
         )
         if isinstance(payloads, GeneratorType):
             payloads = yield from _rounds(group, tensors, payloads, step.size)
+        while isinstance(payloads, Late):
+            payloads = yield payloads
         for feature in features:
             feature.encoded(tensors, payloads)
         if not group.checked:
@@ -74,7 +76,7 @@ def group_step(
         _add_bases(bases)
         for feature in features:
             finite = feature.decoded(tensors, grads, finite)
-        outcome = [Outcome(all(finite))]
+        outcome = [Outcome(finite)]
         # The answer comes with the next step: until then these would stay in memory.
         del grads, bases, steps, step, payloads, arrived, states
         yield outcome.pop()
@@ -228,8 +230,7 @@ def _final(group: Group, tensors: Sequence[Tensor], payloads: List[Any], step: S
         tensors[0].counters["bytes_sent"] += rest
         tensors[0].counters["bytes_received"] -= rest
         return Final(Allgather(frame))
-    # Transports move what is on the CPU.
-    arrays = [np.asarray(payload.array) for payload in payloads]
+    arrays = [payload.array for payload in payloads]
     for tensor, array in zip(tensors, arrays):
         tensor.counters["bytes_sent"] += array.nbytes
         tensor.counters["bytes_received"] += array.nbytes
@@ -245,7 +246,7 @@ def _decode(
     factor: float,
     arrived: Any,
     alike: bool,
-) -> List[bool]:
+) -> Sequence[bool]:
     """Decodes what became of payloads into the gradients' memory. factor: what the reducer made of
     a 1. Returns of each result whether it is finite."""
     step, first = steps[0], payloads[0]
@@ -269,7 +270,7 @@ def _add_payloads(
     step: Step,
     scale: float,
     alike: bool,
-) -> List[bool]:
+) -> Sequence[bool]:
     """Decodes the gathered payloads of all ranks into the gradients' memory, in rank order on every
     rank."""
     number = group.compressor.traits.number
@@ -288,18 +289,25 @@ def _add_payloads(
         if not is_finite:
             grads[i].fill(np.nan)
     adding, outs = [tensors[i] for i in good], [grads[i] for i in good]
+    added: List[Sequence[bool]] = []
     for rank, its in enumerate(bodies if good else ()):
         parts = [
             tensor.compressor.part(out, rank) if isinstance(tensor.compressor, Wrapper) else out
             for tensor, out in zip(adding, outs)
         ]
         try:
-            added = _call(adding, alike, "add", [its[i] for i in good], parts, scale)
+            added.append(_call(adding, alike, "add", [its[i] for i in good], parts, scale))
         except ValueError as error:
             raise wire.WireError(f"payload of rank {rank}: {error}") from None
-        for i, is_finite in zip(good, added):
-            finite[i] &= is_finite
-    return finite
+
+    def counted(sums: Sequence[Sequence[bool]]) -> List[bool]:
+        for which in sums:
+            for i, is_finite in zip(good, which):
+                finite[i] &= is_finite
+        return finite
+
+    late = any([isinstance(which, Late) for which in added])
+    return Late(lambda: counted(added)) if late else counted(added)
 
 
 def _call(tensors: Sequence[Tensor], alike: bool, method: str, *arguments: Any) -> Any:

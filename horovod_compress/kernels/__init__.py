@@ -10,6 +10,7 @@ kernels too, in Triton's interpreter.
 
 What steps call takes lists in and gives a list back: arrays are positional arguments, lists with
 one for each tensor, or None; numbers and flags are keywords, and a list has one for each tensor.
+On a device the list may be `Late`: work has begun, and whoever reads results waits for them.
 `encode_X` makes a payload's body, or the words of a sum. `decode_X` is the inverse. `decode_add_X`
 decodes a body and adds the result.
 """
@@ -25,17 +26,20 @@ import numpy as np
 
 from . import reference
 from .encoded import HEADROOM, Encoded, new_body
+from .late import Late, then
 from .reference.quantization import word_dtype
 
 __all__ = [
     "HEADROOM",
     "Encoded",
+    "Late",
     "backend",
     "beside",
     "cpu",
     "new_body",
     "of",
     "serves",
+    "then",
     "word_dtype",
 ]
 

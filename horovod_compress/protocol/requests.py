@@ -169,11 +169,11 @@ class Final:
 
 @dataclasses.dataclass
 class Outcome:
-    """The results of a group's step are in the gradients' memory; finite: whether all are.
+    """The results of a group's step are in the gradients' memory; finite: of each whether it is.
     Answered, with None, where the step has succeeded as a whole; else the driver closes the
     generator, and the group's step is rolled back."""
 
-    finite: bool
+    finite: Sequence[bool]
 
 
 # Encoded: a body, which every rank gathers in a frame.

@@ -231,7 +231,7 @@ class GraphExchange(Driver):
     def fail(self, name: str) -> None:
         """The reducer could not use this result, on all ranks alike: its step will be rolled
         back."""
-        self._pending[name].transaction.finite = False
+        self._pending[name].transaction.fail()
 
     def counts(self, name: str, call: int) -> bool:
         """Returns whether a tensor's last step was this call's, and its result is to be applied.
@@ -287,7 +287,8 @@ class GraphExchange(Driver):
             del self._pending[tensor.name]
         transaction, succeeded = pending.transaction, pending.end()
         if not transaction.ended:  # the first of its step
-            transaction.finite = succeeded
+            if not succeeded:
+                transaction.fail()
             self._count_step(transaction)
 
     def open_tensors(self) -> Collection[str]:

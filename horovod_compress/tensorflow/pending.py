@@ -99,12 +99,12 @@ class Pending:
         finite, end = [], 0
         for step, length in self._carried:
             begin, end = end, end + length
-            finite.append(step.send((size, reduced[begin:end])).finite)
+            finite += step.send((size, reduced[begin:end])).finite
         if self.request is not None:
             arrived = answer_of(self.request, self.arrived or brought)
-            finite.append(self._step.send((self._factor, arrived)).finite)
+            finite += self._step.send((self._factor, arrived)).finite
         self.request, self.arrived, self.finished = None, None, True
-        self.transaction.finite &= all(finite)
+        self.transaction.note(finite)
         return results
 
     def end(self) -> bool:

@@ -16,6 +16,7 @@ from horovod.torch import mpi_ops
 from ..protocol.wire import FrameLength, Steady
 from ..session.joined import REDUCES_ONLY, error_of_joined
 from ..session.process_sets import ProcessSetRanks
+from ..torch_common.parameters import tensor_of
 from ..transport.base import Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
@@ -82,6 +83,8 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
     """Sends each message when it is started, those of a step's gathers as soon as its ranks are
     counted; Horovod negotiates the order, but of those whose shapes it has seen."""
 
+    reduces_on_device = True
+
     def in_step(self, name: str) -> Transport:
         return _CountedStep(self, name)
 
@@ -103,12 +106,15 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
         return wait_for_all
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
-        tensor = torch.from_numpy(array)
         self.count(array.nbytes, array.nbytes)
-        handle = keep(
-            hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=self._process_set)
-        )
-        return lambda: self._wait(handle).numpy()
+        start = functools.partial(hvd.allreduce_async_, op=_OPS[op], process_set=self._process_set)
+        handle = keep(start(tensor_of(array), name=name))
+
+        def wait() -> np.ndarray:
+            self._wait(handle)
+            return array
+
+        return wait
 
     def alltoall(
         self, name: str, payload: np.ndarray, splits: Sequence[int]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..protocol.handshake import MismatchError
 from ..protocol.wire import WireError
+from ..torch_common.parameters import tensor_of
 from ..transport.base import Transport
 
 # Of a row: a mark of what is gathered, a checksum of all lengths, and the row's own length, twice.
@@ -191,6 +192,8 @@ class DistributedTransport(Transport):
     the same collectives in the same order, and send and wait at the same places.
     """
 
+    reduces_on_device = True
+
     def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -215,7 +218,7 @@ class DistributedTransport(Transport):
         return lambda: message.result(number)
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
-        wait = self.reduce(torch.from_numpy(array), op)
+        wait = self.reduce(tensor_of(array), op)
 
         def wait_for_array() -> np.ndarray:
             wait()

@@ -20,6 +20,8 @@ class Transport(ABC):
     # Of all collectives: what this rank has handed over, with padding and lengths, and what came
     # back that is not its own. Not what Horovod and MPI add to that.
     bytes_sent = bytes_received = 0
+    # Whether `allreduce` takes a DeviceArray as well.
+    reduces_on_device = False
 
     def count(self, sent: int, received: int) -> None:
         """Counts bytes of collectives."""

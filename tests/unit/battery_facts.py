@@ -171,6 +171,8 @@ FACTS = {
             "",
         ),
         dense=("min_rate=0,rank=1000",),
+        # Rounding of as many projections as there are columns.
+        dense_error=5e-6,
         drawn="shared",
     ),
     "demo": Facts(

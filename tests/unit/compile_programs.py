@@ -52,16 +52,16 @@ VARIANTS = {
     "accumulate_variance": [{"GIVEN": False}, {"GIVEN": True}],
     "accumulate_bins": [{"WIDTH": 64, "BLOCK": 8}, {"WIDTH": 512, "BLOCK": 1}],
     "quantize": [
-        {"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32, "SCALES": False},
-        {"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64, "SCALES": True},
+        {"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32, "SCALES": 1},
+        {"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64, "SCALES": 2},
     ],
     "dequantize": [
-        {"OFFSETS": 15, "WIDTH": 5, "FIELDS": 6, "SCALES": False},
-        {"OFFSETS": -(2**60), "WIDTH": 9, "FIELDS": 7, "SCALES": True},
+        {"OFFSETS": 15, "WIDTH": 5, "FIELDS": 6, "SCALES": 1},
+        {"OFFSETS": -(2**60), "WIDTH": 9, "FIELDS": 7, "SCALES": 2},
     ],
     "count_fits": [
-        {"WIDTH": 2, "FIELDS": 15, "WORD": tl.int32},
-        {"WIDTH": 5, "FIELDS": 12, "WORD": tl.int64},
+        {"WIDTH": 2, "FIELDS": 15, "WORD": tl.int32, "FRACTION": 28},
+        {"WIDTH": 5, "FIELDS": 12, "WORD": tl.int64, "FRACTION": 22},
     ],
     "find_scales": [{"WIDTH": 2, "FIELDS": 15}, {"WIDTH": 5, "FIELDS": 12}],
 }

@@ -1,7 +1,6 @@
-"""Launches, copies and waits of kernels on a device, whatever the number of tensors."""
+"""Launches, copies and waits of steps on a device, whatever the number of tensors."""
 
 import collections
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,61 +8,114 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from horovod_compress.kernels.device import DeviceArray, launches, selection  # noqa: E402
+from horovod_compress import get_compressor  # noqa: E402
+from horovod_compress.engine.lockstep import make_ranks  # noqa: E402
+from horovod_compress.kernels.device import DeviceArray, launches  # noqa: E402
+from horovod_compress.transport.loopback import Loopback  # noqa: E402
+
+# Of torch's functions those for which the CPU waits for a GPU.
+WAITING = {"__bool__", "__float__", "__int__", "cpu", "item", "nonzero", "numpy", "tolist"}
 
 
-def counted(step):
-    """What a step does: {"launches", "copies to it", "waits": how many}."""
-    counts = collections.Counter()
+class OnDevice(Loopback):
+    """One rank, whose sums stay where they are."""
 
-    def counting(what, function):
+    reduces_on_device = True
+
+    def allreduce(self, name, array, op="sum"):
+        return lambda: array
+
+
+class Counted(torch.overrides.TorchFunctionMode):
+    """Counts launches, copies to the device, copies back, and waits, within it."""
+
+    def __init__(self, patch):
+        super().__init__()
+        self.found, landing = collections.Counter(), launches.landing
+
+        def landing_counted(tensor):
+            self.found["copies back"] += 1
+            with torch._C.DisableTorchFunction():
+                landed = landing(tensor)
+
+            def wait():
+                self.found["waits"] += 1
+                with torch._C.DisableTorchFunction():
+                    return landed()
+
+            return wait
+
+        patch(launches, "landing", landing_counted)
+        for name, what in {"launch": "launches", "copied": "copies to it"}.items():
+            patch(launches, name, self._counting(what, getattr(launches, name)))
+
+    def _counting(self, what, function):
         def call(*arguments, **named):
-            counts[what] += 1
-            return function(*arguments, **named)
+            self.found[what] += 1
+            with torch._C.DisableTorchFunction():
+                return function(*arguments, **named)
 
         return call
 
-    with (
-        mock.patch.object(launches, "launch", counting("launches", launches.launch)),
-        mock.patch.object(launches, "copied", counting("copies to it", launches.copied)),
-        mock.patch.object(torch.Tensor, "cpu", counting("waits", torch.Tensor.cpu)),
-    ):
-        step()
-    return dict(counts)
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        # As DeviceArray copies itself; others name a device, which is the CPU's here.
+        copied = function.__name__ == "to" and args[1:2] == ("cpu",)
+        self.found["waits"] += copied or function.__name__ in WAITING
+        return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("momentum", [False, True])
-def test_a_step_of_any_number_of_tensors_waits_once(momentum):
-    """Its tables are on the device since the step before."""
-    found = []
-    for number in (1, 7):
-        rng = np.random.default_rng(number)
-        grads, us, vs = (
-            [
-                DeviceArray(torch.from_numpy(rng.standard_normal(900, np.float32)))
-                for _ in range(number)
-            ]
-            for _ in range(3)
-        )
-        ks = [9] * number
+def steps_of(spec, tensors, patching):
+    """Of a second step, whose tables are on the device, what is counted in backward, until all is
+    sent, until results are there, and until the step has ended."""
+    for cached in (launches._blocks, launches._table):
+        cached.cache_clear()
+    (transport,) = OnDevice.group(1)
+    shapes = {f"t{i}": [(1100,), (40, 50), (7,)][i % 3] for i in range(tensors)}
+    (exchange,) = make_ranks(get_compressor(spec), shapes, [transport])
+    grads = {name: DeviceArray(torch.zeros(int(np.prod(its)))) for name, its in shapes.items()}
+    carriers, rng = {}, np.random.default_rng(0)
+    parts = [
+        lambda: carriers.update({name: exchange.submit(name, grads[name]) for name in grads}),
+        exchange.flush,
+        lambda: [exchange.finish(name, carriers[name], now=False) for name in grads],
+        exchange.end_step,
+    ]
+    for _ in range(2):
+        found = []
+        for grad in grads.values():
+            grad.tensor.copy_(torch.from_numpy(rng.standard_normal(grad.size).astype(np.float32)))
+        with patching.context() as patch, Counted(patch.setattr) as counted:
+            for part in parts:
+                part()
+                found.append(dict(+counted.found))
+                counted.found.clear()
+    return found
 
-        def step():
-            selection.encode_topk(
-                grads,
-                us if momentum else None,
-                vs,
-                momentum=0.9,
-                k=ks,
-                samples=0,
-                offset=0,
-                kind="fp32",
-                masked=900,
-            )
 
-        step()
-        found.append(counted(step))
-    assert found[0] == found[1]
-    # Six of the choice, and one that writes what entries leave.
-    assert found[0]["launches"] == 7 and found[0]["waits"] == 1
-    # Indices, and what is left there.
-    assert found[0]["copies to it"] == (3 if momentum else 2), found
+# Launches in backward, after it until all is sent, and for results; and waits after backward.
+@pytest.mark.parametrize(
+    "spec, launched, waits",
+    [
+        ("dgc", (6, 1, 3), 1),
+        ("topk", (6, 1, 2), 1),
+        ("topk:k=3,chunk=64", (1, 1, 2), 2),
+        ("adacomp", (4, 1, 2), 2),
+        ("variance", (1, 2, 2), 2),
+        ("maxnorm", (1, 1, 2), 0),
+        ("maxnorm:norm=l2", (0, 1, 2), 0),
+        ("multiscale", (1, 3, 3), 0),
+        ("bf16", (1, 0, 1), 2),
+        ("fp16", (0, 0, 2), 0),
+        ("none", (0, 0, 1), 0),
+    ],
+)
+def test_backward_never_waits_for_a_device(spec, launched, waits, monkeypatch):
+    """Nor do results: whether they are finite is read when the step ends. What is counted does not
+    grow with the tensors."""
+    found = steps_of(spec, 3, monkeypatch)
+    assert found == steps_of(spec, 6, monkeypatch)
+    backward, sent, brought, ended = found
+    assert tuple(part.get("launches", 0) for part in (backward, sent, brought)) == launched
+    assert not backward.get("waits") and not brought.get("waits")
+    assert sent.get("waits", 0) == waits and ended == {"waits": brought["copies back"]}
+    assert sum(part.get("copies to it", 0) for part in found) <= 8, found

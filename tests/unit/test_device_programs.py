@@ -43,7 +43,7 @@ def test_programs_compile_and_round_as_processors_do(capability, tmp_path):
         "add_entries",
         "average_momentum True",
         "narrow 16384 32 3",
-        "quantize 26 5 6 int32 False",
+        "quantize 26 5 6 int32 1",
     }
     assert expected <= found.keys()
     for name, (ptx, assembler, shared) in found.items():

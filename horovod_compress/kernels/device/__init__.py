@@ -13,7 +13,7 @@ from .adaptive import encode_adacomp, encode_variance
 from .array import DeviceArray, wait_for
 from .codes import decode_add_bf16, decode_float16, encode_bf16
 from .dense import apply_momentum, max_abs, squared_norm
-from .quantization import dequantize, encode_scales, quantize
+from .quantization import dequantize, encode_scales, norms, quantize
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse
 
@@ -31,6 +31,7 @@ __all__ = [
     "encode_topk",
     "encode_variance",
     "max_abs",
+    "norms",
     "quantize",
     "squared_norm",
     "take_entries",

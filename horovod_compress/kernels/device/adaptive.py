@@ -7,6 +7,7 @@ CPU with what the states hold there. AdaComp's marks depend on its bins' largest
 whole bins finds before.
 """
 
+import functools
 from typing import Any, List, Sequence, Tuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from .. import cpu
 from ..encoded import Encoded
+from ..late import Late, then
 from ..reference.dense import Float
 from . import launches
 from .array import DeviceArray
@@ -37,10 +39,14 @@ class _Marks:
 
     def collected(
         self, counts: Sequence[int], states: Sequence[Sequence[DeviceArray]], wanted: Sequence[bool]
-    ) -> List[List[np.ndarray]]:
+    ) -> Late:
         """On the CPU, for each tensor indices of the marked elements, uint32, ascending, and what
         its states hold there, in one copy. counts: how many are marked; of a tensor that is not
         wanted none are collected."""
+        if self.marks.is_cuda:
+            # They were made on what may have been another stream.
+            for memory in (self.marks, self.counts):
+                memory.record_stream(torch.cuda.current_stream(self.device))
         ends, one = self.counts.cumsum(0), len(states[0])
         starts, before = (
             starts_of([count * want for count, want in zip(counts, wanted)]),
@@ -68,18 +74,23 @@ class _Marks:
                 TWO=one == 2,
                 BLOCK=launches.MARK_BLOCK,
             )
-        indices, *numbers = rows.cpu().numpy()
-        return [
-            [
-                indices[start:end].view(np.uint32),
-                *(each[start:end].view(np.float32) for each in numbers),
+        landed = launches.landing(rows)
+
+        def collected() -> List[List[np.ndarray]]:
+            indices, *numbers = landed()
+            return [
+                [
+                    indices[start:end].view(np.uint32),
+                    *(each[start:end].view(np.float32) for each in numbers),
+                ]
+                for start, end in zip(starts, starts[1:])
             ]
-            for start, end in zip(starts, starts[1:])
-        ]
+
+        return Late(collected)
 
 
 @kernel
-def encode_variance(calls: List[Any]) -> List[Encoded]:
+def encode_variance(calls: List[Any]) -> Sequence[Encoded]:
     """As `kernels.reference.encode_variance`; squares may be on the CPU, and what was sent is
     coded there. `spare` is not used."""
     for call in calls:
@@ -88,7 +99,7 @@ def encode_variance(calls: List[Any]) -> List[Encoded]:
     return in_groups(calls, lambda call: call.squares is not None, _variance)
 
 
-def _variance(calls: List[Any]) -> List[Encoded]:
+def _variance(calls: List[Any]) -> Late:
     given, marks = calls[0].squares is not None, _Marks([call.grad.tensor for call in calls])
     # Which live until the program has run.
     squares = [call.grad.beside(call.squares if given else call.grad) for call in calls]
@@ -115,21 +126,26 @@ def _variance(calls: List[Any]) -> List[Encoded]:
         GIVEN=given,
         BLOCK=launches.MARK_BLOCK,
     )
-    largest, counts = torch.stack(
-        [marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]
-    ).tolist()
-    finite = [peak < launches.INFINITY for peak in largest]
-    collected = marks.collected(counts, [(call.r, call.v) for call in calls], finite)
-    coded = [_code_variance(call, *its) for call, its in zip(calls, collected)]
-    indices, values, scales, before, after = map(list, zip(*coded))
-    put([(call.r, call.v) for call in calls], indices, after)
-    kinds = ["sign" if call.tau > 0 else "power" for call in calls]
-    return [
-        encoded._replace(finite=whether, undo=tuple(undo))
-        for encoded, whether, *undo in zip(
-            cpu.encode_sparse(indices, values, kind=kinds, scales=scales), finite, indices, before
-        )
-    ]
+    states = [(call.r, call.v) for call in calls]
+
+    def collected(facts: List[List[int]]) -> Sequence[Encoded]:
+        largest, counts = facts
+        finite = [peak < launches.INFINITY for peak in largest]
+        return then(marks.collected(counts, states, finite), functools.partial(encoded, finite))
+
+    def encoded(finite: List[bool], entries: Sequence[List[np.ndarray]]) -> List[Encoded]:
+        coded = [_code_variance(call, *its) for call, its in zip(calls, entries)]
+        indices, values, scales, before, after = map(list, zip(*coded))
+        put(states, indices, after)
+        kinds = ["sign" if call.tau > 0 else "power" for call in calls]
+        bodies = cpu.encode_sparse(indices, values, kind=kinds, scales=scales)
+        return [
+            each._replace(finite=whether, undo=tuple(undo))
+            for each, whether, *undo in zip(bodies, finite, indices, before)
+        ]
+
+    facts = [marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]
+    return launches.late(torch.stack(facts), collected)
 
 
 def _code_variance(
@@ -152,7 +168,7 @@ def _code_variance(
 
 
 @kernel
-def encode_adacomp(calls: List[Any]) -> List[Encoded]:
+def encode_adacomp(calls: List[Any]) -> Sequence[Encoded]:
     """As `kernels.reference.encode_adacomp`; `sent` and the body are on the CPU. The sum of the
     bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
     millions of elements leave a device idle."""
@@ -185,7 +201,7 @@ def _subtract_sent(calls: List[Any]) -> None:
     launches.launch(programs.subtract_signs, rows, sent)
 
 
-def _adacomp(calls: List[Any]) -> List[Encoded]:
+def _adacomp(calls: List[Any]) -> Late:
     _subtract_sent(calls)
     device, width = calls[0].grad.device, _width(calls[0])
     marks, together = _Marks([call.grad.tensor for call in calls]), launches.MARK_BLOCK // width
@@ -221,23 +237,34 @@ def _adacomp(calls: List[Any]) -> List[Encoded]:
         marks.counts,
         BLOCK=launches.MARK_BLOCK,
     )
-    largest, counts, bits = torch.stack(
-        [peaks, marks.blocks.sums(marks.counts), sums.view(torch.int64)]
-    ).tolist()
+    facts = [peaks, marks.blocks.sums(marks.counts), sums.view(torch.int64)]
+    return launches.late(torch.stack(facts), functools.partial(_coded, calls, marks, bins))
+
+
+def _coded(
+    calls: List[Any], marks: _Marks, bins: Sequence[int], facts: List[List[int]]
+) -> Sequence[Encoded]:
+    """The payloads, once the entries have come too. facts: of each tensor the largest magnitude, as
+    bits; how many are marked; the sum of bins' largest, as bits of float64."""
+    largest, counts, bits = facts
     finite = [peak < launches.TOO_LARGE for peak in largest]
     scales = [
         np.float32(total / max(number, 1))
         for total, number in zip(np.array(bits).view(np.float64), bins)
     ]
     wanted = [bool(whether and scale) for whether, scale in zip(finite, scales)]
-    indices, held = zip(*marks.collected(counts, [(call.residual,) for call in calls], wanted))
-    encoded = cpu.encode_sparse(
-        list(indices),
-        list(map(np.copysign, scales, held)),
-        kind="sign",
-        scales=[[scale] for scale in scales],
-    )
-    return [
-        each._replace(finite=whether, undo=(its, float(scale)))
-        for each, whether, its, scale in zip(encoded, finite, indices, scales)
-    ]
+
+    def encoded(entries: Sequence[List[np.ndarray]]) -> List[Encoded]:
+        indices, held = zip(*entries)
+        bodies = cpu.encode_sparse(
+            list(indices),
+            list(map(np.copysign, scales, held)),
+            kind="sign",
+            scales=[[scale] for scale in scales],
+        )
+        return [
+            each._replace(finite=whether, undo=(its, float(scale)))
+            for each, whether, its, scale in zip(bodies, finite, indices, scales)
+        ]
+
+    return then(marks.collected(counts, [(call.residual,) for call in calls], wanted), encoded)

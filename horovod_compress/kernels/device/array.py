@@ -3,7 +3,7 @@ them."""
 
 import importlib
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterable, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ _DTYPES: Dict[torch.dtype, np.dtype] = {
     torch.float32: np.dtype(np.float32),
     torch.float16: np.dtype(np.float16),
     torch.uint16: np.dtype(np.uint16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
 }
 _TENSORS = {dtype: of for of, dtype in _DTYPES.items()}
 Array = Union[np.ndarray, "DeviceArray"]
@@ -114,9 +116,9 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
             else DeviceArray(tensor)
         )
 
-    def __getitem__(self, indices: np.ndarray) -> "DeviceArray":
-        """A copy of the elements at indices, uint32."""
-        return DeviceArray(self.tensor[self._index_of(indices)])
+    def __getitem__(self, at: Any) -> "DeviceArray":
+        """The elements of a slice, or a copy of those at indices, uint32."""
+        return DeviceArray(self.tensor[at if isinstance(at, slice) else self._index_of(at)])
 
     def __setitem__(self, at: Any, values: Any) -> None:
         """Writes one element, or those at indices, uint32, that do not repeat."""
@@ -169,6 +171,11 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
                     args[0].tensor, dtype=_TENSORS[np.dtype(keywords.get("dtype", args[0].dtype))]
                 )
             )
+        if function is np.concatenate and len(args) == 1 and not keywords:
+            (arrays,) = args
+            if any(isinstance(each, np.ndarray) for each in arrays):
+                return np.concatenate([np.asarray(each) for each in arrays])
+            return DeviceArray(_joined([each.tensor for each in arrays]))
         return NotImplemented
 
     def _tensor_of(self, value: Any) -> Any:
@@ -178,3 +185,15 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         if isinstance(value, np.ndarray) and value.ndim:
             return torch.from_numpy(value).to(self.device)
         return value.item() if isinstance(value, (np.generic, np.ndarray)) else value
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors one behind the other: the memory that they are parts of, where they lie so."""
+    tensors = [each for each in tensors if len(each)] or list(tensors[:1])
+    first, end = tensors[0], tensors[0].data_ptr()
+    for each in tensors:
+        alike = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if each.data_ptr() != end or not alike:
+            return torch.cat(tensors)
+        end += each.nbytes
+    return first.as_strided((sum(map(len, tensors)),), (1,))

@@ -11,22 +11,21 @@ from .shared import in_groups, kernel, same_length
 
 
 @kernel
-def max_abs(calls: List[Any]) -> List[float]:
+def max_abs(calls: List[Any]) -> Sequence[float]:
     """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
     the CPU a pass, are not filled."""
-    bits = largest_magnitudes([call.x for call in calls])
-    return list(map(launches.largest_of, bits.tolist()))
+    return launches.magnitudes(largest_magnitudes([call.x for call in calls]))
 
 
 @kernel
-def squared_norm(calls: List[Any]) -> List[float]:
+def squared_norm(calls: List[Any]) -> Sequence[float]:
     """Σ x², in float64, to rounding what the CPU's kernels find."""
     norms = [torch.linalg.vector_norm(call.x.tensor, dtype=torch.float64) for call in calls]
-    return [norm**2 for norm in torch.stack(norms).tolist()]
+    return launches.late(torch.stack(norms), lambda found: [norm**2 for norm in found])
 
 
 @kernel
-def apply_momentum(calls: List[Any]) -> List[bool]:
+def apply_momentum(calls: List[Any]) -> Sequence[bool]:
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite
     everywhere, nothing is written. Returns whether out, before and after, and new_u are finite.
     ValueError where lengths differ."""
@@ -35,7 +34,7 @@ def apply_momentum(calls: List[Any]) -> List[bool]:
     return in_groups(calls, lambda call: call.nesterov, _moved)
 
 
-def _moved(calls: List[Any]) -> List[bool]:
+def _moved(calls: List[Any]) -> Sequence[bool]:
     before = largest_magnitudes([call.out for call in calls])
     rows = [
         (call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum))
@@ -51,6 +50,6 @@ def largest_magnitudes(arrays: Sequence[DeviceArray]) -> torch.Tensor:
     return launches.largest(programs.find_largest, [(each.size, each.tensor) for each in arrays])
 
 
-def are_finite(largest: torch.Tensor) -> List[bool]:
-    """Returns whether largest magnitudes, as bits, are of finite numbers; waits for the device."""
-    return [bits < launches.INFINITY for bits in largest.tolist()]
+def are_finite(largest: torch.Tensor) -> Sequence[bool]:
+    """Returns whether largest magnitudes, as bits, are of finite numbers."""
+    return launches.late(largest, lambda found: [bits < launches.INFINITY for bits in found])

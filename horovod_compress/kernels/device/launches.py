@@ -7,13 +7,14 @@ one array for all tensors.
 
 import contextlib
 import functools
-from typing import Any, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
 import triton
 
-from .array import stream_of
+from ..late import Late
+from .array import DeviceArray, stream_of
 
 INTERPRETED = triton.knobs.runtime.interpret
 # Elements of a block. Eight for each of 128 threads, so that many loads are under way. The
@@ -64,13 +65,35 @@ def copied(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     return staged.to(device, non_blocking=True)
 
 
-def brought(tensors: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
-    """Copies tensors on a device into as many arrays on the CPU, of the same types and lengths,
-    and waits once for all. Copies into pinned memory are under way together."""
-    for tensor, array in zip(tensors, arrays):
-        torch.from_numpy(array).copy_(tensor, non_blocking=True)
-    if tensors and tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
+def there(arrays: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Arrays one behind the other on the device, each of which is there or on the CPU: without a
+    copy where they lie so."""
+    if all(isinstance(each, np.ndarray) for each in arrays):
+        return copied(arrays, device)
+    beside = [its for its in arrays if isinstance(its, DeviceArray)][0].beside
+    joined: Any = np.concatenate([beside(each) for each in arrays])
+    return joined.tensor
+
+
+def landing(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Begins to copy a tensor to the CPU, in the order of the current stream. Returns a function
+    that waits for the copy, and returns it."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    copy.copy_(tensor, non_blocking=True)
+    event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def landed() -> np.ndarray:
+        if event is not None:
+            event.synchronize()
+        return copy.numpy()
+
+    return landed
+
+
+def late(numbers: torch.Tensor, use: Callable[[List[Any]], Sequence[Any]]) -> Late:
+    """A tensor's numbers, once they have come to the CPU, as `use` turns them into results."""
+    landed = landing(numbers)
+    return Late(lambda: use(landed().tolist()))
 
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> np.ndarray:
@@ -146,6 +169,8 @@ def _numbers(column: Row) -> Any:
     return np.array(column, np.float32).view(np.int32) if isinstance(column[0], float) else column
 
 
-def largest_of(bits: int) -> float:
-    """A magnitude, infinity for NaN."""
-    return float(np.int32(min(bits, INFINITY)).view(np.float32))
+def magnitudes(bits: torch.Tensor) -> Late:
+    """Magnitudes by their bits, infinity for NaN."""
+    return late(
+        bits, lambda found: np.array(found, np.int32).clip(max=INFINITY).view(np.float32).tolist()
+    )

@@ -1,16 +1,17 @@
-"""Integer codes that many ranks can add up in one word: quantized and packed on the device, many
-tensors at once; the words are on the CPU."""
+"""Integer codes that many ranks can add up in one word, quantized and packed for many tensors at
+once. Words, and the numbers that ranks share, stay on the device: nothing waits for them."""
 
 import functools
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
 
-from ..reference.quantization import factors, shape_of
+from ..reference.quantization import shape_of
 from ..reference.random import one_of
 from . import launches
 from .array import DeviceArray
+from .dense import are_finite, largest_magnitudes
 from .programs import quantization as programs
 from .shared import kernel, starts_of
 
@@ -36,11 +37,16 @@ class _Words:
         )
 
     def launch(
-        self, program: Any, rows: Sequence[Tuple[Any, ...]], *shared: Any, **constants: Any
-    ) -> None:
-        """A program whose table has these words as elements."""
+        self,
+        program: Any,
+        rows: Sequence[Tuple[Any, ...]],
+        *shared: Any,
+        start: Any = None,
+        **constants: Any,
+    ) -> Any:
+        """`launches.launch`, or `start`, of a program whose table has these words as elements."""
         table = [(count, *row) for count, row in zip(self.counts, rows)]
-        launches.launch(
+        return (start or launches.launch)(
             program,
             table,
             *shared,
@@ -50,30 +56,36 @@ class _Words:
             **constants,
         )
 
-    def there(self, words: Sequence[Optional[np.ndarray]]) -> torch.Tensor:
+    def there(self, words: Sequence[Any]) -> torch.Tensor:
         """Tensors' words, on the device. ValueError for another number of them."""
-        found = [np.empty(0, self.dtype) if its is None else its for its in words]
         if any(
-            len(its) != end - start or its.itemsize != self.dtype.itemsize
-            for its, start, end in zip(found, self.starts, self.starts[1:])
+            its is None or its.size != end - start or its.dtype.itemsize != self.dtype.itemsize
+            for its, start, end in zip(words, self.starts, self.starts[1:])
         ):
             raise ValueError("words, for as many elements, must have the same length")
-        return launches.copied(found, self.device)
+        return launches.there(words, self.device)
 
-    def here(self, words: torch.Tensor, spares: Sequence[Optional[np.ndarray]]) -> List[np.ndarray]:
-        """Tensors' words, on the CPU, in the spare memory of those that have as much."""
-        found = [
-            spare
-            if spare is not None
-            and spare.size == end - start
-            and spare.itemsize == self.dtype.itemsize
-            else launches.pinned(end - start, words.dtype, self.device)
-            for spare, start, end in zip(spares, self.starts, self.starts[1:])
-        ]
-        launches.brought(
-            [words[start:end] for start, end in zip(self.starts, self.starts[1:])], found
-        )
-        return found
+    def parts(self, words: torch.Tensor) -> List[DeviceArray]:
+        """The words of each tensor."""
+        return [DeviceArray(words[i:end]) for i, end in zip(self.starts, self.starts[1:])]
+
+
+class _Norm(NamedTuple):
+    x: DeviceArray
+    l2: bool
+
+
+@functools.partial(kernel, arguments=_Norm, key=lambda call: call.l2)
+def norms(calls: List[Any]) -> List[DeviceArray]:
+    """Of each tensor its largest magnitude, or with `l2` its norm, float32; infinity where it is
+    not finite."""
+    if not calls[0].l2:
+        bits = largest_magnitudes([call.x for call in calls])
+        found = bits.clamp(max=launches.INFINITY).view(torch.float32)
+    else:
+        each = [torch.linalg.vector_norm(call.x.tensor, dtype=torch.float64) for call in calls]
+        found = torch.stack(each).float().nan_to_num(nan=float("inf"))
+    return [DeviceArray(its) for its in found.split(1)]
 
 
 def _packed_alike(call: Any) -> Tuple[int, int, Tuple[float, ...]]:
@@ -82,103 +94,87 @@ def _packed_alike(call: Any) -> Tuple[int, int, Tuple[float, ...]]:
 
 
 @functools.partial(kernel, key=_packed_alike)
-def quantize(calls: List[Any]) -> List[np.ndarray]:
-    """As `kernels.reference.quantize`; levels and words are on the CPU, these in `spare` where
-    that is given and as long."""
+def quantize(calls: List[Any]) -> List[DeviceArray]:
+    """As `kernels.reference.quantize`. w is a number, or an array of one, as `norms` makes it, and
+    no |x| is above it: `clip` is not used. Where w is not finite all codes are 0."""
     steps, arrays = calls[0].steps, [call.x for call in calls]
     words = _Words(arrays, calls[0].width, 0)
     scales, starts = _scales_of(calls, arrays)
     found = words.new()
-    befores, each = zip(*(factors(call.w, np.array(steps, np.float32)) for call in calls))
-    most = _largest_code(steps)
-    # The largest magnitudes before rounding.
-    clips = [
-        min(most, np.float32(call.clip) * before * its[0]) if len(steps) == 1 else most
-        for call, before, its in zip(calls, befores, each)
-    ]
     keys = [divmod(call.key, 1 << 32) for call in calls]
     rows = [
-        (
-            call.x.tensor,
-            call.x.size,
-            start,
-            at,
-            i * len(steps),
-            low,
-            high,
-            _bits(clip),
-            float(before),
-        )
-        for i, (call, start, at, (high, low), clip, before) in enumerate(
-            zip(calls, starts, words.starts, keys, clips, befores)
-        )
+        (call.x.tensor, call.x.size, start, at, low, high, *map(float, steps))
+        for call, start, at, (high, low) in zip(calls, starts, words.starts, keys)
     ]
     words.launch(
         programs.quantize,
         rows,
         found,
         scales,
-        launches.copied(each, words.device),
+        _largest_of(calls, words.device),
         FRACTION=one_of(steps[0]).bit_length() - 1,
         WORD=programs.WORDS[words.dtype.itemsize],
-        SCALES=len(steps) > 1,
+        SCALES=len(steps),
     )
-    return words.here(found, [call.spare for call in calls])
+    return words.parts(found)
 
 
 @functools.partial(kernel, key=_packed_alike)
-def dequantize(calls: List[Any]) -> List[None]:
-    """As `kernels.reference.dequantize`; words and levels are on the CPU. ValueError for words of
-    another number of elements."""
+def dequantize(calls: List[Any]) -> Sequence[bool]:
+    """As `kernels.reference.dequantize`; w as of `quantize`. Where it is not finite, so is what
+    comes out. ValueError for words of another number of elements.
+
+    Returns:
+        Of each whether it is finite.
+    """
     steps, arrays = calls[0].steps, [call.out for call in calls]
     words, largest = _Words(arrays, calls[0].width, 0), calls[0].size * int(steps[0])
     sums = words.there([call.words for call in calls])
     scales, starts = _scales_of(calls, arrays)
-    units = [(call.w / np.array(steps) * call.scale).astype(np.float32) for call in calls]
     rows = [
-        (array.tensor, array.size, start, at, i * len(steps), largest)
-        for i, (array, start, at) in enumerate(zip(arrays, starts, words.starts))
+        (array.tensor, array.size, start, at, largest, _bits(call.scale), *map(_bits, steps))
+        for call, array, start, at in zip(calls, arrays, starts, words.starts)
     ]
     offsets = sum(largest << field * words.width for field in range(words.fields))
-    words.launch(
+    peaks = words.launch(
         programs.dequantize,
         rows,
         sums,
         scales,
-        launches.copied(units, words.device),
+        _largest_of(calls, words.device),
+        start=launches.largest,
         OFFSETS=int(words.dtype.type(offsets).view(f"i{words.dtype.itemsize}")),
-        SCALES=len(steps) > 1,
+        SCALES=len(steps),
     )
-    return [None] * len(calls)
+    return are_finite(peaks)
 
 
 @functools.partial(kernel, key=lambda call: (call.size, tuple(call.steps)))
-def encode_scales(calls: List[Any]) -> List[np.ndarray]:
-    """As `kernels.reference.encode_scales`; the words are on the CPU, in `spare` where that is
-    given and as long. `peaks` are not used."""
+def encode_scales(calls: List[Any]) -> List[DeviceArray]:
+    """As `kernels.reference.encode_scales`; w as of `quantize`. `peaks` are not used."""
     steps = calls[0].steps
-    words, limit = (
-        _Words([call.x for call in calls], calls[0].size.bit_length(), 1, len(steps) - 1),
-        _bits(_largest_code(steps)),
-    )
-    found = words.new()
-    numbers = [factors(call.w, np.array(steps, np.float32)) for call in calls]
+    words = _Words([call.x for call in calls], calls[0].size.bit_length(), 1, rows=len(steps) - 1)
+    found, w = words.new(), _largest_of(calls, words.device)
     for scale in range(1, len(steps)):
         rows = [
             (
                 call.x.tensor,
                 call.x.size,
                 start + (scale - 1) * count,
-                limit,
-                float(before),
-                float(each[scale]),
+                float(steps[0]),
+                float(steps[scale]),
             )
-            for call, start, count, (before, each) in zip(
-                calls, words.starts, words.counts, numbers
-            )
+            for call, start, count in zip(calls, words.starts, words.counts)
         ]
-        words.launch(programs.count_fits, rows, found, WORD=programs.WORDS[words.dtype.itemsize])
-    return words.here(found, [call.spare for call in calls])
+        words.launch(
+            programs.count_fits,
+            rows,
+            found,
+            w,
+            FRACTION=one_of(steps[0]).bit_length() - 1,
+            WORD=programs.WORDS[words.dtype.itemsize],
+        )
+    return words.parts(found)
 
 
 def _scales_of(
@@ -204,9 +200,15 @@ def _scales_of(
     return finest, starts
 
 
-def _largest_code(steps: Sequence[float]) -> np.float32:
-    return np.float32(steps[0]) * np.float32(one_of(steps[0]))
+def _largest_of(calls: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Their w, one behind the other."""
+    numbers = [
+        its if isinstance(its, DeviceArray) else np.array([its], np.float32).reshape(1)
+        for its in [call.w for call in calls]
+    ]
+    return launches.there(numbers, device)
 
 
-def _bits(magnitude: np.float32) -> int:
-    return int(np.float32(magnitude).view(np.int32))
+def _bits(number: float) -> int:
+    """Those of a float64."""
+    return int(np.float64(number).view(np.int64))

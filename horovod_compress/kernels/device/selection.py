@@ -19,6 +19,7 @@ import torch
 
 from .. import cpu
 from ..encoded import Encoded
+from ..late import Late, then
 from . import launches
 from .array import DeviceArray
 from .programs import selection as programs
@@ -96,19 +97,25 @@ class _Entries(NamedTuple):
 
 
 @functools.partial(kernel, arguments=_Update)
-def add_to_residual(calls: List[_Update]) -> List[Tuple[np.ndarray, bool]]:
+def add_to_residual(calls: List[_Update]) -> Sequence[Tuple[np.ndarray, bool]]:
     """As the native kernel, with its choice; the indices are on the CPU. ValueError for arrays of
     different lengths, and for more than 2^31 - 1 elements."""
-    return [(entries.indices, entries.finite) for entries in _chosen(calls)]
+    return then(
+        _chosen(calls), lambda chosen: [(entries.indices, entries.finite) for entries in chosen]
+    )
 
 
 @functools.partial(kernel, arguments=_Update)
-def encode_topk(calls: List[_Update]) -> List[Encoded]:
+def encode_topk(calls: List[_Update]) -> Sequence[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
-    CPU."""
+    CPU, when the entries have come there."""
+    return then(_chosen(calls), functools.partial(_coded, calls))
+
+
+def _coded(calls: List[_Update], found: Sequence[_Entries]) -> List[Encoded]:
     chosen = [
         entries if entries.finite else _Entries(entries.indices[:0], entries.rows[:, :0], False)
-        for entries in _chosen(calls)
+        for entries in found
     ]
     indices, rows, values, scales = map(list, zip(*_take(calls, chosen)))
     encoded = cpu.encode_sparse(indices, values, kind=[call.kind for call in calls], scales=scales)
@@ -182,7 +189,7 @@ def _take(
     return taken
 
 
-def _chosen(calls: List[_Update]) -> List[_Entries]:
+def _chosen(calls: List[_Update]) -> Sequence[_Entries]:
     """Advances, and chooses the k largest of each tensor, or with `chunk` of each chunk."""
     for call in calls:
         same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
@@ -192,7 +199,7 @@ def _chosen(calls: List[_Update]) -> List[_Entries]:
     )
 
 
-def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
+def _chosen_alike(calls: List[_Update]) -> Sequence[_Entries]:
     device, (kind, based), states = calls[0].v.device, calls[0].program, len(calls[0].states)
     *lines, of_lines = starts_of([-(-call.v.size // programs.LINE) for call in calls])
     *starts, total = starts_of([call.k for call in calls])
@@ -204,11 +211,14 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
     maxima = torch.empty(of_lines, dtype=torch.int32, device=device)
     launches.launch(programs.advance, table, bins, maxima, KIND=kind, BASED=based)
     if not calls[0].narrowed:
-        peaks = bins[:, programs.PEAK].tolist()
-        return [
-            entries._replace(finite=peak < launches.TOO_LARGE)
-            for entries, peak in zip(_of_all(calls), peaks)
-        ]
+        peaks = launches.landing(bins[:, programs.PEAK])
+        return then(
+            _of_all(calls),
+            lambda found: [
+                entries._replace(finite=peak < launches.TOO_LARGE)
+                for entries, peak in zip(found, peaks().tolist())
+            ],
+        )
     search = functools.partial(launches.launch, BLOCK=launches.SEARCHED, TILE=_TILE)
     for stage in (1, 2, 3):
         search(programs.narrow, table, bins, maxima, STAGE=stage)
@@ -223,18 +233,26 @@ def _chosen_alike(calls: List[_Update]) -> List[_Entries]:
     # Half a tile takes half the registers.
     collect = functools.partial(search, programs.collect, TILE=_TILE // 2, TWO=states == 2)
     collect(table, bins, maxima, counts, ends, *of_entries)
-    found = brought.cpu().numpy()
-    its, entries = found[: 2 * len(calls)].reshape(-1, 2), found[2 * len(calls) :]
-    entries = entries.reshape(1 + states, total)
-    chosen = []
-    for (peak, count), start in zip(its.tolist(), starts):
-        own = entries[:, start : start + count]
-        finite = peak < launches.TOO_LARGE
-        chosen.append(_Entries(own[0].view(np.uint32), own[1:].view(np.float32), finite))
-    return chosen
+    landed = launches.landing(brought)
+
+    def chosen() -> List[_Entries]:
+        found = landed()
+        its, entries = found[: 2 * len(calls)].reshape(-1, 2), found[2 * len(calls) :]
+        entries = entries.reshape(1 + states, total)
+        ends = [start + count for start, count in zip(starts, its[:, 1].tolist())]
+        return [
+            _Entries(
+                entries[0, start:end].view(np.uint32),
+                entries[1:, start:end].view(np.float32),
+                peak < launches.TOO_LARGE,
+            )
+            for peak, start, end in zip(its[:, 0].tolist(), starts, ends)
+        ]
+
+    return Late(chosen)
 
 
-def _of_all(calls: List[_Update]) -> List[_Entries]:
+def _of_all(calls: List[_Update]) -> Sequence[_Entries]:
     """Of tensors whose v is as it is to be, the k largest of each chunk, or of the tensor, of equal
     ones the first, and none of zeros."""
     return in_groups(
@@ -242,34 +260,37 @@ def _of_all(calls: List[_Update]) -> List[_Entries]:
     )
 
 
-def _of_chunks(calls: List[_Update]) -> List[_Entries]:
+def _of_chunks(calls: List[_Update]) -> Sequence[_Entries]:
     k, chunk = calls[0].k, calls[0].chunk or calls[0].v.size
     states = [[state.tensor for state in its] for its in zip(*(call.states for call in calls))]
     if not k or not chunk:
         return [
             _Entries(np.empty(0, np.uint32), np.empty((len(states), 0), np.float32), True)
         ] * len(calls)
-    starts = starts_of([-(-call.v.size // chunk) * chunk for call in calls])
+    starts = starts_of([-(-call.v.size // chunk) for call in calls])
     none = states[0][0].new_zeros(chunk)
     padded = [
-        torch.cat([part for v in its for part in (v, none[: -v.numel() % chunk])]) for its in states
+        torch.cat([part for v in its for part in (v, none[: -v.numel() % chunk])]).view(-1, chunk)
+        for its in states
     ]
-    chosen = (
-        _largest(padded[0].view(torch.int32).bitwise_and(0x7FFFFFFF).view(-1, chunk), k)
-        .view(-1)
-        .nonzero()
-        .view(-1)
-    )
-    rows, places = torch.stack([its[chosen] for its in padded]).cpu().numpy(), chosen.cpu().numpy()
-    bounds = np.searchsorted(places, starts).tolist()
-    return [
-        _Entries((places[low:high] - start).astype(np.uint32), rows[:, low:high], True)
-        for start, low, high in zip(starts, bounds, bounds[1:])
-    ]
+    # By magnitude, and of equal ones the first: no two are alike.
+    behind = torch.arange(chunk - 1, -1, -1, dtype=torch.int64, device=padded[0].device)
+    keys = padded[0].view(torch.int32).bitwise_and(0x7FFFFFFF).long() << 32 | behind
+    largest = keys.topk(k, dim=1, sorted=False).values
+    places = chunk - 1 - (largest & 0xFFFFFFFF)
+    # Zeros are not sent. They come last.
+    places = torch.where(largest >> 32 > 0, places, chunk).sort(dim=1).values
+    held = [its.gather(1, places.clamp(max=chunk - 1)).view(torch.int32) for its in padded]
+    landed = launches.landing(torch.stack([places.int(), *held]))
 
+    def chosen() -> List[_Entries]:
+        found, entries = landed(), []
+        for start, end in zip(starts, starts[1:]):
+            own = found[:, start:end].reshape(len(found), -1)
+            firsts = np.repeat(np.arange(end - start, dtype=np.int64) * chunk, k)
+            sent = own[0] < chunk
+            indices = (firsts + own[0])[sent].astype(np.uint32)
+            entries.append(_Entries(indices, own[1:, sent].view(np.float32), True))
+        return entries
 
-def _largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
-    """For each row, where its k largest are, of equal ones the first, and no zeros."""
-    least = magnitudes.topk(k, dim=1).values[:, -1:]
-    above, equal = magnitudes > least, (magnitudes == least) & (magnitudes > 0)
-    return above | equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True))
+    return Late(chosen)

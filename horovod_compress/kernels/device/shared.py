@@ -7,6 +7,7 @@ import itertools
 from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence
 
 from .. import reference
+from ..late import Late
 from ..lists import by_tensor
 from .array import DeviceArray
 
@@ -15,12 +16,13 @@ def kernel(
     launched: Callable[[List[Any]], Sequence[Any]],
     arguments: Optional[Callable[..., Any]] = None,
     key: Callable[[Any], Hashable] = lambda call: None,
-) -> Callable[..., List[Any]]:
+) -> Callable[..., Sequence[Any]]:
     """Makes a kernel of a function that works on many tensors at once.
 
     Args:
         launched: takes a list of calls, whose attributes are the arguments for one tensor, and
-            returns a list of results. It has the name of one of the reference's kernels.
+            returns a list of results, which may be late. It has the name of one of the reference's
+            kernels.
         arguments: makes a call of its arguments; default: a named tuple of those of the reference's
             kernel.
         key: key(call) is alike for calls that `launched` takes at once; default: it takes all.
@@ -31,7 +33,7 @@ def kernel(
     call_of = arguments or _arguments_of(launched.__name__)
 
     @functools.wraps(launched)
-    def call(*arrays: Any, **options: Any) -> List[Any]:
+    def call(*arrays: Any, **options: Any) -> Sequence[Any]:
         calls = [call_of(*its, **own) for its, own in by_tensor(arrays, options)]
         return in_groups(calls, key, launched)
 
@@ -51,16 +53,23 @@ def in_groups(
     calls: Sequence[Any],
     key: Callable[[Any], Hashable],
     launched: Callable[[List[Any]], Sequence[Any]],
-) -> List[Any]:
+) -> Sequence[Any]:
     """The results of `launched` for calls with the same key, in the order of the calls."""
     groups: Dict[Hashable, List[int]] = collections.defaultdict(list)
     for number, call in enumerate(calls):
         groups[key(call)].append(number)
-    results: List[Any] = [None] * len(calls)
-    for numbers in groups.values():
-        for number, result in zip(numbers, launched([calls[number] for number in numbers])):
-            results[number] = result
-    return results
+    if len(groups) == 1:
+        return launched(list(calls))
+    found = [launched([calls[number] for number in numbers]) for numbers in groups.values()]
+
+    def in_order() -> List[Any]:
+        results: List[Any] = [None] * len(calls)
+        for numbers, its in zip(groups.values(), found):
+            for number, result in zip(numbers, its):
+                results[number] = result
+        return results
+
+    return Late(in_order) if any(isinstance(its, Late) for its in found) else in_order()
 
 
 def starts_of(counts: Sequence[int]) -> List[int]:

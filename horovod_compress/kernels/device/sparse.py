@@ -1,6 +1,6 @@
 """Sparse payloads: decoded on the CPU, added on the device."""
 
-from typing import Any, List
+from typing import Any, List, Sequence
 
 from .. import cpu
 from . import launches
@@ -10,7 +10,7 @@ from .shared import kernel, starts_of
 
 
 @kernel
-def decode_add_sparse(calls: List[Any]) -> List[bool]:
+def decode_add_sparse(calls: List[Any]) -> Sequence[bool]:
     """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing added, for
     an invalid body. Returns whether the new elements are finite."""
     found = cpu.decode_sparse(
