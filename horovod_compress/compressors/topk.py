@@ -4,7 +4,7 @@ NeurIPS 2018)."""
 import dataclasses
 import functools
 import math
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -161,16 +161,25 @@ class TopK(GatheringCompressor):
             offset=[self.key(state.name, first.index) & 0xFFFFFFFF for state in states],
             chunk=[size.chunk for size in sizes] if self.chunk else 0,
         )
+        taken = kernels.then(payloads, functools.partial(_taken, array))
+        # Entries may be out of a device's states before they have come here.
+        late = isinstance(taken, kernels.Late)
+        for i, state in enumerate(states):
+            its: Any = kernels.Late(functools.partial(taken.__getitem__, i)) if late else taken[i]
+            state.rollbacks = its
+        return payloads
 
-        def noted(payloads: Sequence[kernels.Encoded]) -> List[kernels.Encoded]:
-            for state, payload in zip(states, payloads):
-                indices, rows = payload.undo
-                state.rollbacks = [Rollback(array, indices, rows[0], True)]
-                if len(rows) > 1:
-                    state.rollbacks.append(Rollback("u", indices, rows[1], True))
-            return list(payloads)
 
-        return kernels.then(payloads, noted)
+def _taken(array: str, payloads: Sequence[kernels.Encoded]) -> List[List[Rollback]]:
+    """Of each tensor the entries that are in its payload."""
+    found = []
+    for payload in payloads:
+        indices, rows = payload.undo
+        its = [Rollback(array, indices, rows[0], True)]
+        if len(rows) > 1:
+            its.append(Rollback("u", indices, rows[1], True))
+        found.append(its)
+    return found
 
 
 class _Size(NamedTuple):

@@ -40,11 +40,24 @@ class Transaction:
         self._finite = False
 
     @property
+    def settled(self) -> bool:
+        """False while `finite` would wait for a device."""
+        return not self._late
+
+    @property
     def finite(self) -> bool:
         """True if the results are used: all are finite, and nothing has failed."""
-        while self._late:
-            self._finite &= all(self._late.pop())
+        self.settle()
         return self._finite
+
+    def settle(self) -> None:
+        """Reads what is late. Where that is an error, the results are not used."""
+        late, self._late = self._late, []
+        try:
+            self._finite &= all([all(finite) for finite in late])
+        except BaseException:
+            self._finite = False
+            raise
 
 
 class Driver(ABC):
@@ -61,6 +74,7 @@ class Driver(ABC):
         tensors: what is kept and counted.
         now: what is known of the coming step.
         label: the beginning of names of collectives, of steps that follow.
+        latest: the step that a tensor came to last.
         within: says whether a step is under way although no tensor is open.
     """
 
@@ -77,8 +91,7 @@ class Driver(ABC):
         self.tensors, self.features = Tensors(compressor, machine), features
         self.now = Step(0, rank, size, clip_norm=compressor.policy.clip_norm)
         self._steps_ended = self._steps_undone = 0
-        # The one that a tensor came to last.
-        self._latest = Transaction()
+        self.latest = Transaction()
         # bool() is False.
         self.within: Callable[[], bool] = bool
 
@@ -130,7 +143,7 @@ class Driver(ABC):
     @property
     def succeeded(self) -> bool:
         """True if the last step, which is not under way, brought a result that counts."""
-        return self._latest.finite
+        return self.latest.finite
 
     def fail_last(self) -> List[Tensor]:
         """Has the last step count as one that failed. RuntimeError in the middle of one.
@@ -139,7 +152,7 @@ class Driver(ABC):
             Its tensors, where it was committed already.
         """
         self._refuse_in_step()
-        latest = self._latest
+        latest = self.latest
         committed = latest.ended and latest.finite
         latest.fail()
         self.end_step()
@@ -204,7 +217,7 @@ class Driver(ABC):
         vars(self).update(links, tensors=new)
         self.features.switched()
         self.expect(clip_norm=compressor.policy.clip_norm)
-        self._latest = Transaction()
+        self.latest = Transaction()
 
     def arrays(self) -> Dict[str, Dict[str, np.ndarray]]:
         """{name: {array name: array}}: the state itself, not a copy."""

@@ -114,8 +114,8 @@ class Exchange(Driver):
         elif group.carried and step is not self.now:
             group = open_step.group_alone(tensor)
         pending = open_step.groups.get(group) or open_step.begin_tensors(group, [tensor], step)
-        self._latest = open_step.transaction
-        self._latest.tensors.append(tensor)
+        self.latest = open_step.transaction
+        self.latest.tensors.append(tensor)
         open_step.submitted[name] = open_step.open[name] = pending
         if isinstance(pending, CarriedStep):
             started = time.perf_counter()
@@ -214,4 +214,4 @@ class Exchange(Driver):
             tensor.dense_until = saved.header["dense_until"].get(tensor.name, 0)
             tensor.state.factor = saved.header["factors"].get(tensor.name, tensor.state.factor)
         self._begin_at(saved.header["step"])
-        self._latest = Transaction()
+        self.latest = Transaction()

@@ -137,8 +137,11 @@ class OpenStep:
         """Sends a step what it has waited for; starts what it asks for next."""
         started, first = time.perf_counter(), pending.tensors[0]
         pending.stage = FAILED
-        request = pending.request = pending.step.send(answer)
-        pending.waits = []
+        request = pending.step.send(answer)
+        there = request.there if isinstance(request, kernels.Late) else None
+        if there is not None and self._transport.gathers_on_device:
+            request = pending.step.send(there)
+        pending.request, pending.waits = request, []
         if isinstance(request, Final):
             if isinstance(request.request, list):
                 pending.stage = JOINT
@@ -227,6 +230,7 @@ class OpenStep:
             # Their gradients are to be in residuals, as those of other unfinished steps are.
             for incomplete in self._incomplete():
                 incomplete.begin(self._features.concerned).send(None)
+            transaction.settle()
         finally:
             for pending in self.groups.values():
                 pending.end(transaction.finite)

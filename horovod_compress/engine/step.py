@@ -5,6 +5,7 @@ payloads, scales results, counts bytes, and commits what the step took out of st
 back, as on all ranks where a gradient has a NaN on one. Drivers only pump it.
 """
 
+import functools
 import itertools
 from types import GeneratorType
 from typing import Any, Generator, Iterable, List, Sequence, Tuple
@@ -66,19 +67,18 @@ def group_step(
             payloads = yield from _rounds(group, tensors, payloads, step.size)
         while isinstance(payloads, Late):
             payloads = yield payloads
-        for feature in features:
-            feature.encoded(tensors, payloads)
-        if not group.checked:
-            check_payloads(group, payloads, grads, steps)
-        _count(tensors, grads, payloads)
-        factor, arrived = yield _final(group, tensors, payloads, step)
-        finite = _decode(group, tensors, payloads, grads, steps, factor, arrived, alike)
+        if isinstance(payloads, list):
+            for feature in features:
+                feature.encoded(tensors, payloads)
+            finite = yield from _exchange(group, tensors, payloads, grads, steps, alike)
+        else:
+            finite = yield from _gather_there(group, tensors, payloads, grads, step)
         _add_bases(bases)
         for feature in features:
             finite = feature.decoded(tensors, grads, finite)
         outcome = [Outcome(finite)]
         # The answer comes with the next step: until then these would stay in memory.
-        del grads, bases, steps, step, payloads, arrived, states
+        del grads, bases, steps, step, payloads, states
         yield outcome.pop()
         succeeded = True
     finally:
@@ -235,6 +235,45 @@ def _final(group: Group, tensors: Sequence[Tensor], payloads: List[Any], step: S
         tensor.counters["bytes_sent"] += array.nbytes
         tensor.counters["bytes_received"] += array.nbytes
     return Final(_sum_of(arrays))
+
+
+def _exchange(
+    group: Group,
+    tensors: Sequence[Tensor],
+    payloads: List[Any],
+    grads: Sequence[np.ndarray],
+    steps: Sequence[Step],
+    alike: bool,
+) -> Asking[Sequence[bool]]:
+    """Exchanges payloads, and decodes into the gradients' memory. Returns of each result whether it
+    is finite."""
+    if not group.checked:
+        check_payloads(group, payloads, grads, steps)
+    _count(tensors, grads, payloads)
+    factor, arrived = yield _final(group, tensors, payloads, steps[0])
+    return _decode(group, tensors, payloads, grads, steps, factor, arrived, alike)
+
+
+def _gather_there(
+    group: Group, tensors: Sequence[Tensor], frame: Any, grads: Sequence[Any], step: Step
+) -> Asking[Sequence[bool]]:
+    """Exchanges a group's frame that stays on its device, and adds those of all ranks into the
+    gradients' memory. Returns of each result whether it is finite, late."""
+    number, digest = group.compressor.traits.number, digest_of(tensors)
+    sealed = frame.sealed(wire.head(number, digest, step.index, step.rank))
+    # An index and a value; the head and the facts count with the first.
+    lengths = [8 * room for room in frame.rooms]
+    lengths[0] += sealed.nbytes - sum(lengths)
+    for tensor, grad, room, length in zip(tensors, grads, frame.rooms, lengths):
+        counters = tensor.counters
+        counters["dense_bytes"] += grad.nbytes
+        counters["elements_sent"] += room
+        counters["bytes_sent"] += length
+        counters["bytes_received"] += (step.size - 1) * length
+    factor, arrived = yield Final(Allgather(sealed))
+    scale = step.gain * factor / step.size
+    check = functools.partial(wire.check_heads, number=number, digest=digest, step=step.index)
+    return frame.add(arrived, grads, step.rank, scale, check)
 
 
 def _decode(

@@ -7,7 +7,13 @@ class Late(Sequence[Any]):
     """Results that are on their way from a device. Whoever reads them waits.
 
     finish: waits, and returns the results, or others that are late.
+
+    Attributes:
+        there: the results as they are on the device, for transports that gather there; None where
+            they have to come to the CPU.
     """
+
+    there: Any = None
 
     def __init__(self, finish: Callable[[], Sequence[Any]]) -> None:
         self._finish: Optional[Callable[[], Sequence[Any]]] = finish

@@ -92,6 +92,27 @@ def seal(
     )
 
 
+def head(number: int, digest: int, step: int, rank: int) -> np.ndarray:
+    """The head of a frame that stays on a device, four int32 words. Arguments as of `seal`."""
+    words = [VERSION << 16 | number, digest + rank, step, 0]
+    return np.array([word & 0xFFFFFFFF for word in words], np.uint32).view(np.int32)
+
+
+def check_heads(heads: np.ndarray, number: int, digest: int, step: int) -> None:
+    """WireError where one of the heads, a row from each rank, is not as `head` makes it."""
+    for rank, found in enumerate(heads):
+        expected = head(number, digest, step, rank)
+        if found[2] != expected[2]:
+            raise WireError(
+                f"payload of rank {rank}: of step {found[2]}, this rank is at step {step}; was a "
+                "state loaded on some ranks only?"
+            )
+        if (found != expected).any():
+            raise WireError(
+                f"payload of rank {rank}: made for another compressor, configuration or tensor"
+            )
+
+
 def unseal(
     data: np.ndarray,
     frames: int,

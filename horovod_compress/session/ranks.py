@@ -21,11 +21,13 @@ class Ranks(ABC):
         refused_alone: why one rank cannot load what several had to send.
         transport: that of the compression in force, which comparisons and states use too.
         machine: the ranks of this rank's machine, where that compression has use for them.
+        gathers_on_device: True where payloads of a device are gathered there.
         known: (rank, size) since the last time that ranks met, where they may come and go.
     """
 
     elastic = False
     synced = True
+    gathers_on_device = False
     refused_alone: str
     transport: Any
     known: Tuple[int, int]

@@ -176,7 +176,7 @@ class GraphExchange(Driver):
                     "Where several threads train with one compression make one for each, and "
                     "switch when all calls have ended"
                 ) from None
-            self._latest = transaction
+            self.latest = transaction
         group, started = self._group(names), time.perf_counter()
         for tensor, grad in zip(group.tensors, grads):
             self.tensors.known(tensor.name, grad)
@@ -343,7 +343,7 @@ class GraphExchange(Driver):
         self.arrays()
         known = {name: arrays[name] for name in arrays if name in self.tensors}
         checkpoint.restore(self.tensors, known)
-        self._latest = Transaction()
+        self.latest = Transaction()
         for name in known:
             self._indices[name] = steps[name]
             self.tensors[name].dense_until = dense_until.get(name, 0)

@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import kernels
 from ..session.notices import warn_once
+from ..session.ranks import Ranks
 from ..session.session import Session
 from . import shards
 
@@ -164,6 +165,15 @@ class Streams:
         for stream, event in self._encoded.items():
             torch.cuda.current_stream(stream.device).wait_event(event)
         self._encoded.clear()
+
+
+def places_of(ranks: Ranks, params: Iterable[torch.Tensor]) -> Dict[str, Any]:
+    """Of ranks that gather on devices, where gradients of parameters are compressed: those that
+    differ in that would wait for each other."""
+    if not ranks.gathers_on_device:
+        return {}
+    served = {kernels.serves(param.device.type) for param in params}
+    return {"compressed on": sorted("a device" if each else "the CPU" for each in served)}
 
 
 def flat(tensor: torch.Tensor, on_device: bool) -> Any:

@@ -3,13 +3,14 @@ the results, whoever hands gradients over."""
 
 import logging
 import weakref
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Protocol, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Protocol, Tuple
 
 import torch
 
 from ..compressors.base import NO_RATE, Compressor
 from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
+from ..kernels.landing import landing
 from ..protocol.handshake import agree
 from ..session.auto import Auto, Controller, default_candidates
 from ..session.choice import Choice, requested_compressor
@@ -21,7 +22,7 @@ from ..session.session import Session
 from . import shards
 from .moments import Moments, moments_of
 from .optimizers import closure_of, in_grad_scaler, skips, with_closure
-from .parameters import NamedParameters, Slot, Slots, Streams, tensor_of
+from .parameters import NamedParameters, Slot, Slots, Streams, places_of, tensor_of
 from .state_names import renamed
 from .takeover import SGDTakeover, can_take_over, is_plain_sgd, warn_of_changed
 
@@ -111,6 +112,8 @@ class Steps(Port):
         self._announced: Optional[str] = None
         # Of the smallest parameter whose momentum is taken over: its last result.
         self._result: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
+        # What could not be looked for without waiting for a device.
+        self._to_look_for: List[Callable[[], None]] = []
         # id(parameter) → learning rate of this step, where it is 0 or residuals follow it.
         self._rates: Dict[int, float] = {}
         specs = self._candidates(spec) if isinstance(spec, Auto) else [spec]
@@ -170,7 +173,7 @@ class Steps(Port):
             requested,
             next(iter(variants.values()), compressor),
             tensors,
-            {"tensors": described},
+            {"tensors": described, **places_of(self._ranks, [slot.param for slot in reduced])},
             _Held(takeover, moments),
             {"follows_momentum": takeover.follows},
         )
@@ -233,6 +236,7 @@ class Steps(Port):
                 advice=self._host.advice_on_options,
             )
             self.options_agreed = True
+        self._look()
         self.leave_unused()
         session.step_begins()
         exchange, self.scale = session.exchange, scale
@@ -286,8 +290,8 @@ class Steps(Port):
         Args:
             results: the parameters, and their results on this rank.
         """
-        self._result, succeeded = None, self.session.exchange.succeeded
-        if not self.takeover.variants or self.grad_scaler or not succeeded:
+        self._result = None
+        if not self.takeover.variants or self.grad_scaler:
             return
         covered = [its for its in results if its[1].numel() and self.takeover.covers(its[0].param)]
         if covered:
@@ -356,23 +360,36 @@ class Steps(Port):
                 "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
                 "what it keeps does not follow the scale"
             )
-        if exchange.tensors.keep_state and not exchange.succeeded and not skips(optimizer):
+        if exchange.tensors.keep_state and not skips(optimizer):
+            self._to_look_for.append(self._warn_of_undone)
+        if self._result is not None and not in_grad_scaler():
+            param, result = self._result
+            if param.grad is not None:
+                same = landing((shards.local(param.grad) == result).all())
+                self._to_look_for.append(lambda: self._warn_of_changed(same, param))
+        self._host.before_use(optimizer)
+        if exchange.latest.settled:
+            self._look()
+        self.takeover.before_step(optimizer)
+
+    def _look(self) -> None:
+        """Looks for faults in how the last results were used, once it needs no wait."""
+        looks, self._to_look_for = self._to_look_for, []
+        for look in looks:
+            look()
+
+    def _warn_of_undone(self) -> None:
+        if not self.session.exchange.succeeded:
             warn_once(
                 "optimizer.step() uses gradients of which some were not finite on some rank: the "
                 "compression has undone that step, so what is finite in them counts now, and a "
                 "second time later. Skip such a step on all ranks: do not repair its gradients, as "
                 "by nan_to_num_()"
             )
-        self._host.before_use(optimizer)
-        self._warn_of_changed()
-        self.takeover.before_step(optimizer)
 
-    def _warn_of_changed(self) -> None:
-        if self._result is None:
-            return
-        param, result = self._result
-        changed = param.grad is not None and not torch.equal(shards.local(param.grad), result)
-        if changed and not in_grad_scaler():
+    def _warn_of_changed(self, same: Callable[[], Any], param: torch.Tensor) -> None:
+        # Else they are not finite, and equal nothing.
+        if self.session.exchange.succeeded and not same():
             whole = not shards.is_shard(param)
             warn_of_changed(str(self.session.compressor.id), "backward()", whole)
 

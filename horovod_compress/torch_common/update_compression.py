@@ -13,6 +13,7 @@ from ..session.port import Port
 from ..session.session import Session
 from ..session.updates import average, compressor_for_updates, make_alike
 from . import shards
+from .parameters import places_of
 from .steps import bring_means
 
 
@@ -49,7 +50,8 @@ class UpdateCompression(Bound, Port):
         tensors = {
             name: (shards.shape_of(param), compressor) for name, param in self._params.items()
         }
-        return Choice(compressor, compressor, tensors, self._alike)
+        alike = {**self._alike, **places_of(self._ranks, self._params.values())}
+        return Choice(compressor, compressor, tensors, alike)
 
     def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
         return shards.as_saved(state, self._params, self._session.exchange.tensors)

@@ -57,6 +57,7 @@ class GroupRanks(Ranks):
         super().__init__(dist.get_world_size(group) > 1)
         if self.active:
             self.beside = RanksBeside(group)
+            self.gathers_on_device = self.beside.gathers_on_device
 
     def _places(self) -> List[Any]:
         """By rank, what its launcher has told it: the number of its machine, which of the ranks

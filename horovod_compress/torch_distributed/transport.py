@@ -197,6 +197,7 @@ class DistributedTransport(Transport):
     def __init__(self, group: Optional[dist.ProcessGroup]) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.gathers_on_device = "nccl" in dist.get_backend_config(group)
         # Messages, by what they join.
         self._held: Dict[Any, Any] = {}
         # By the names of its collectives: how long the longest rows of a gather were of late.
@@ -210,12 +211,26 @@ class DistributedTransport(Transport):
         for message in held:
             message.send()
 
-    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
+    def allgather(self, name: str, payload: Any) -> Callable[[], Any]:
+        if not isinstance(payload, np.ndarray):
+            return self._gather_there(payload)
         message = self._held.setdefault("gather", _Gather(self))
         number = len(message.frames)
         message.names.append(name)
         message.frames.append(payload)
         return lambda: message.result(number)
+
+    def _gather_there(self, payload: Any) -> Callable[[], Any]:
+        """Starts a gather of a DeviceArray, at once."""
+        rows = payload.tensor.new_empty(self.size * payload.size)
+        self.count(payload.nbytes, rows.nbytes - payload.nbytes)
+        work = _gather_rows(rows, payload.tensor, group=self.group, async_op=True)
+
+        def wait() -> Any:
+            work.wait()
+            return type(payload)(rows)
+
+        return wait
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         wait = self.reduce(tensor_of(array), op)

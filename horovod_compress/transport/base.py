@@ -22,6 +22,8 @@ class Transport(ABC):
     bytes_sent = bytes_received = 0
     # Whether `allreduce` takes a DeviceArray as well.
     reduces_on_device = False
+    # Whether payloads of a device are gathered there, with `allgather` of a DeviceArray of int32.
+    gathers_on_device = False
 
     def count(self, sent: int, received: int) -> None:
         """Counts bytes of collectives."""

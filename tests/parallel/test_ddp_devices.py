@@ -52,8 +52,9 @@ def assert_same_on_device(folder, size, environment=()):
                 raise AssertionError(spec) from error
 
 
-def test_ranks_that_share_a_device_train_as_on_cpus(tmp_path):
-    assert_same_on_device(tmp_path, 2)
+@pytest.mark.parametrize("gathers", [{}, {"GATHERS_ON_DEVICE": "1"}])
+def test_ranks_that_share_a_device_train_as_on_cpus(tmp_path, gathers):
+    assert_same_on_device(tmp_path, 2, gathers)
 
 
 @pytest.mark.skipif(not GPUS, reason="needs a GPU")

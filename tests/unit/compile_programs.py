@@ -19,6 +19,7 @@ from horovod_compress.kernels.device.programs import (
     adaptive,
     codes,
     dense,
+    frames,
     quantization,
     selection,
     sparse,
@@ -27,7 +28,7 @@ from horovod_compress.kernels.device.programs import (
 TYPES = {
     # Of the arrays that all tensors share; those of float32 are not named.
     "*i64": {"table", "owners", "ends"},
-    "*i32": {"bins", "counts", "facts", "indices", "largest", "lines", "peaks"},
+    "*i32": {"bins", "counts", "facts", "frames", "indices", "largest", "lines", "peaks"},
     "*i16": {"codes"},
     "*i8": {"marks", "scales"},
     "*fp64": {"sums"},
@@ -45,7 +46,10 @@ VARIANTS = {
     "advance": KINDS,
     "narrow": [{**SEARCHED, "STAGE": stage} for stage in (1, 2, 3)],
     "count": [SEARCHED],
-    "collect": [{**COLLECTED, **each} for each in ONE_OR_TWO],
+    "collect": [
+        {**COLLECTED, **each, "TAKEN": taken} for each in ONE_OR_TWO for taken in (False, True)
+    ],
+    "add_frames": [{"BLOCK": launches.SEARCHED}],
     "put": ONE_OR_TWO,
     "collect_marked": ONE_OR_TWO,
     "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],
@@ -111,7 +115,7 @@ def programs():
     """{name: program} of all files, without the functions that programs are made of."""
     return {
         name: each
-        for module in (adaptive, codes, dense, quantization, selection, sparse)
+        for module in (adaptive, codes, dense, frames, quantization, selection, sparse)
         for name, each in vars(module).items()
         if isinstance(each, triton.runtime.JITFunction)
         and each.fn.__module__ == module.__name__

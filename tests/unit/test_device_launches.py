@@ -4,6 +4,7 @@ import collections
 
 import numpy as np
 import pytest
+from ranks import OnDevice
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -11,19 +12,9 @@ pytest.importorskip("triton")
 from horovod_compress import get_compressor  # noqa: E402
 from horovod_compress.engine.lockstep import make_ranks  # noqa: E402
 from horovod_compress.kernels.device import DeviceArray, launches  # noqa: E402
-from horovod_compress.transport.loopback import Loopback  # noqa: E402
 
 # Of torch's functions those for which the CPU waits for a GPU.
 WAITING = {"__bool__", "__float__", "__int__", "cpu", "item", "nonzero", "numpy", "tolist"}
-
-
-class OnDevice(Loopback):
-    """One rank, whose sums stay where they are."""
-
-    reduces_on_device = True
-
-    def allreduce(self, name, array, op="sum"):
-        return lambda: array
 
 
 class Counted(torch.overrides.TorchFunctionMode):
@@ -64,12 +55,13 @@ class Counted(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def steps_of(spec, tensors, patching):
+def steps_of(spec, tensors, patching, gathers_on_device=False):
     """Of a second step, whose tables are on the device, what is counted in backward, until all is
     sent, until results are there, and until the step has ended."""
     for cached in (launches._blocks, launches._table):
         cached.cache_clear()
     (transport,) = OnDevice.group(1)
+    transport.gathers_on_device = gathers_on_device
     shapes = {f"t{i}": [(1100,), (40, 50), (7,)][i % 3] for i in range(tensors)}
     (exchange,) = make_ranks(get_compressor(spec), shapes, [transport])
     grads = {name: DeviceArray(torch.zeros(int(np.prod(its)))) for name, its in shapes.items()}
@@ -96,8 +88,9 @@ def steps_of(spec, tensors, patching):
 @pytest.mark.parametrize(
     "spec, launched, waits",
     [
-        ("dgc", (6, 1, 3), 1),
-        ("topk", (6, 1, 2), 1),
+        ("dgc", (6, 0, 3), 1),
+        ("topk", (6, 0, 2), 1),
+        ("topk:values=2bit", (6, 1, 2), 1),
         ("topk:k=3,chunk=64", (1, 1, 2), 2),
         ("adacomp", (4, 1, 2), 2),
         ("variance", (1, 2, 2), 2),
@@ -119,3 +112,11 @@ def test_backward_never_waits_for_a_device(spec, launched, waits, monkeypatch):
     assert not backward.get("waits") and not brought.get("waits")
     assert sent.get("waits", 0) == waits and ended == {"waits": brought["copies back"]}
     assert sum(part.get("copies to it", 0) for part in found) <= 8, found
+
+
+@pytest.mark.parametrize("spec, launched", [("dgc", (6, 0, 3)), ("topk", (6, 0, 2))])
+def test_where_ranks_gather_on_the_device_nothing_waits(spec, launched, monkeypatch):
+    found = steps_of(spec, 3, monkeypatch, gathers_on_device=True)
+    assert found == steps_of(spec, 6, monkeypatch, gathers_on_device=True)
+    assert tuple(part.get("launches", 0) for part in found[:3]) == launched
+    assert not any(part.get("waits") for part in found[:3])

@@ -24,7 +24,7 @@ from horovod_compress.transport.loopback import Loopback
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from ranks import discardable  # noqa: E402
+from ranks import OnDevice, discardable  # noqa: E402
 from test_device import MOMENTA, encode_topk  # noqa: E402
 from test_kernels_lists import all_at_once  # noqa: E402
 
@@ -81,13 +81,13 @@ def run(exchanges, flat, reduced=mean_there):
             exchange.finish(name, result, now=False)
 
 
-def steps_of(spec, grads, where):
-    """[{name: result} of each rank] of each step on two ranks, and their states. grads[step][rank]
-    = {name: array}."""
+def steps_of(spec, grads, where, transport=Loopback):
+    """[{name: result} of each rank] of each step, and their states. grads[step][rank] = {name:
+    array}."""
     exchanges = make_ranks(
         get_compressor(spec),
         {name: grad.shape for name, grad in grads[0][0].items()},
-        Loopback.group(2),
+        transport.group(len(grads[0])),
     )
     results = []
     for ranks in grads:
@@ -97,7 +97,7 @@ def steps_of(spec, grads, where):
     return results, [exchange.state_dict()["tensors"] for exchange in exchanges]
 
 
-def gradients(tensors, steps=3, seed=0):
+def gradients(tensors, steps=3, seed=0, ranks=2):
     rng = np.random.default_rng(seed)
     return [
         [
@@ -105,7 +105,7 @@ def gradients(tensors, steps=3, seed=0):
                 n: rng.standard_normal(shape).astype(np.float32)
                 for n, shape in shapes(tensors).items()
             }
-            for _ in range(2)
+            for _ in range(ranks)
         ]
         for _ in range(steps)
     ]
@@ -131,6 +131,51 @@ def test_steps_of_many_tensors_are_those_on_the_host(spec):
     # Of one tensor on one rank: the step counts for nobody.
     grads[1][0]["t2"][0] = np.inf
     assert_same(steps_of(spec, grads, on_device), steps_of(spec, grads, np.copy))
+
+
+@kernel_arguments.native_only
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "spec", ["dgc:ratio=0.05", "dgc:ratio=0.5,momentum=0", "topk:ratio=1,min_numel=0", "multiscale"]
+)
+def test_payloads_that_stay_on_a_device_make_the_same(spec, ranks):
+    """As of ranks over NCCL: where a tensor is all zeros, or not finite on one rank, too."""
+    grads = gradients(5, 4, ranks=ranks)
+    grads[1][-1]["t2"][0] = np.nan
+    for named in grads[2]:
+        named["t3"][...] = 0
+    with np.errstate(invalid="ignore"):
+        found = steps_of(spec, grads, on_device, OnDevice)
+    assert_same(found, steps_of(spec, grads, np.copy))
+
+
+@pytest.mark.parametrize(
+    "word, said", [(0, "another compressor"), (1, "another compressor"), (2, "of step 8")]
+)
+def test_a_frame_that_is_not_as_it_must_be_is_an_error_with_its_rank(word, said, monkeypatch):
+    """At the end of the step at the latest. Nothing of it is in the results, and nothing that was
+    to be sent is lost."""
+    grads = gradients(1)[0]
+    exchanges = make_ranks(
+        get_compressor("topk:ratio=0.05"), {"t0": grads[0]["t0"].shape}, OnDevice.group(2)
+    )
+    allgather = exchanges[1].transport.allgather
+
+    def damaging(name, array):
+        array.tensor[word] ^= 8
+        return allgather(name, array)
+
+    monkeypatch.setattr(exchanges[1].transport, "allgather", damaging)
+    flat = [{"t0": on_device(named["t0"].reshape(-1))} for named in grads]
+    run(exchanges, flat)
+    for exchange, its, named in zip(exchanges, flat, grads):
+        assert not its["t0"].any()
+        # To the second rank all others look wrong.
+        with pytest.raises(WireError, match=said if exchange is exchanges[0] else "rank"):
+            exchange.end_step()
+        assert not exchange.succeeded
+        residual = exchange.arrays()["t0"]["residual"]
+        np.testing.assert_array_equal(np.asarray(residual), named["t0"].reshape(-1))
 
 
 @kernel_arguments.native_only

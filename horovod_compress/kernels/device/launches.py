@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import triton
 
+from ..landing import landing
 from ..late import Late
 from .array import DeviceArray, stream_of
 
@@ -73,21 +74,6 @@ def there(arrays: Sequence[Any], device: torch.device) -> torch.Tensor:
     beside = [its for its in arrays if isinstance(its, DeviceArray)][0].beside
     joined: Any = np.concatenate([beside(each) for each in arrays])
     return joined.tensor
-
-
-def landing(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Begins to copy a tensor to the CPU, in the order of the current stream. Returns a function
-    that waits for the copy, and returns it."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    copy.copy_(tensor, non_blocking=True)
-    event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-
-    def landed() -> np.ndarray:
-        if event is not None:
-            event.synchronize()
-        return copy.numpy()
-
-    return landed
 
 
 def late(numbers: torch.Tensor, use: Callable[[List[Any]], Sequence[Any]]) -> Late:

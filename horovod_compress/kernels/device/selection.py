@@ -12,7 +12,7 @@ in one copy, and nothing waits for the device before.
 """
 
 import functools
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from ..encoded import Encoded
 from ..late import Late, then
 from . import launches
 from .array import DeviceArray
+from .frames import Frame
 from .programs import selection as programs
 from .shared import in_groups, kernel, same_length, starts_of, within_limits
 
@@ -65,6 +66,11 @@ class _Update(NamedTuple):
         )
 
     @property
+    def is_whole(self) -> bool:
+        """True if values are sent as they are."""
+        return self.narrowed and self.kind == "fp32"
+
+    @property
     def narrowed(self) -> bool:
         """True if a threshold is found for the tensor as a whole."""
         return self.k > 0 and not self.chunk
@@ -89,11 +95,12 @@ class _Update(NamedTuple):
 
 class _Entries(NamedTuple):
     """The entries chosen of a tensor, on the CPU: ascending indices, uint32; rows of what the
-    states hold there; whether every new v was finite."""
+    states hold there; whether every new v was finite; whether the states have them no more."""
 
     indices: np.ndarray
     rows: np.ndarray
     finite: bool
+    taken: bool = False
 
 
 @functools.partial(kernel, arguments=_Update)
@@ -109,12 +116,18 @@ def add_to_residual(calls: List[_Update]) -> Sequence[Tuple[np.ndarray, bool]]:
 def encode_topk(calls: List[_Update]) -> Sequence[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
     CPU, when the entries have come there."""
-    return then(_chosen(calls), functools.partial(_coded, calls))
+    found = _chosen(calls, taken=True)
+    coded = then(found, functools.partial(_coded, calls))
+    if isinstance(found, Late):
+        coded.there = found.there
+    return coded
 
 
 def _coded(calls: List[_Update], found: Sequence[_Entries]) -> List[Encoded]:
     chosen = [
-        entries if entries.finite else _Entries(entries.indices[:0], entries.rows[:, :0], False)
+        entries
+        if entries.finite
+        else entries._replace(indices=entries.indices[:0], rows=entries.rows[:, :0])
         for entries in found
     ]
     indices, rows, values, scales = map(list, zip(*_take(calls, chosen)))
@@ -170,6 +183,8 @@ def _take(
 ) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
     """The CPU codes the entries, as if they were the whole tensor; v then keeps the error there,
     and u becomes 0 where it is masked."""
+    if all(entries.taken for entries in chosen):
+        return [(entries.indices, entries.rows, entries.rows[0], ()) for entries in chosen]
     errors = [entries.rows[0].copy() for entries in chosen]
     coded = cpu.take_entries(
         [np.arange(len(error), dtype=np.uint32) for error in errors],
@@ -189,23 +204,26 @@ def _take(
     return taken
 
 
-def _chosen(calls: List[_Update]) -> Sequence[_Entries]:
-    """Advances, and chooses the k largest of each tensor, or with `chunk` of each chunk."""
+def _chosen(calls: List[_Update], taken: bool = False) -> Sequence[_Entries]:
+    """Advances, and chooses the k largest of each tensor, or with `chunk` of each chunk. taken:
+    whether values that are sent as they are, of whole tensors, are taken out of the states."""
     for call in calls:
         same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
         within_limits(call.grad)
     return in_groups(
-        calls, lambda call: (call.program, call.narrowed, len(call.states)), _chosen_alike
+        calls,
+        lambda call: (call.program, call.narrowed, len(call.states), taken and call.is_whole),
+        functools.partial(_chosen_alike, taken),
     )
 
 
-def _chosen_alike(calls: List[_Update]) -> Sequence[_Entries]:
+def _chosen_alike(taken: bool, calls: List[_Update]) -> Sequence[_Entries]:
     device, (kind, based), states = calls[0].v.device, calls[0].program, len(calls[0].states)
     *lines, of_lines = starts_of([-(-call.v.size // programs.LINE) for call in calls])
-    *starts, total = starts_of([call.k for call in calls])
+    frame = Frame([call.k for call in calls], 1 + states, device)
     table = [
-        (call.v.size, *call.operands, call.k, line, start)
-        for call, line, start in zip(calls, lines, starts)
+        (call.v.size, *call.operands, call.k, line, start, call.masked)
+        for call, line, start in zip(calls, lines, frame.starts)
     ]
     bins = torch.zeros((len(calls), programs.ROW), dtype=torch.int32, device=device)
     maxima = torch.empty(of_lines, dtype=torch.int32, device=device)
@@ -226,30 +244,22 @@ def _chosen_alike(calls: List[_Update]) -> Sequence[_Entries]:
     counts = launches.blocks(sizes, device, launches.SEARCHED).new(2)
     search(programs.count, table, bins, maxima, counts)
     ends = counts.cumsum(1)
-    brought = torch.zeros(2 * len(calls) + (1 + states) * total, dtype=torch.int32, device=device)
-    facts, rows = brought[: 2 * len(calls)], brought[2 * len(calls) :].view(1 + states, total)
-    held = rows.view(torch.float32)
-    of_entries = (facts, rows[0], held[1], held[-1])
+    taken = taken and calls[0].is_whole
+    held = frame.entries.view(torch.float32)
+    of_entries = (frame.facts, frame.entries[0], held[1], held[-1])
     # Half a tile takes half the registers.
     collect = functools.partial(search, programs.collect, TILE=_TILE // 2, TWO=states == 2)
-    collect(table, bins, maxima, counts, ends, *of_entries)
-    landed = launches.landing(brought)
+    collect(table, bins, maxima, counts, ends, *of_entries, TAKEN=taken)
+    late = Late(functools.partial(_brought, frame.landing(), taken))
+    late.there = frame if taken else None
+    return late
 
-    def chosen() -> List[_Entries]:
-        found = landed()
-        its, entries = found[: 2 * len(calls)].reshape(-1, 2), found[2 * len(calls) :]
-        entries = entries.reshape(1 + states, total)
-        ends = [start + count for start, count in zip(starts, its[:, 1].tolist())]
-        return [
-            _Entries(
-                entries[0, start:end].view(np.uint32),
-                entries[1:, start:end].view(np.float32),
-                peak < launches.TOO_LARGE,
-            )
-            for peak, start, end in zip(its[:, 0].tolist(), starts, ends)
-        ]
 
-    return Late(chosen)
+def _brought(landed: Callable[[], Any], taken: bool) -> List[_Entries]:
+    return [
+        _Entries(its[0].view(np.uint32), its[1:].view(np.float32), peak < launches.TOO_LARGE, taken)
+        for peak, its in landed()
+    ]
 
 
 def _of_all(calls: List[_Update]) -> Sequence[_Entries]:

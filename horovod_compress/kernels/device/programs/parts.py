@@ -20,6 +20,16 @@ def block_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def rows_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """(The number of this block's tensor, where its arguments are, this block's first element, and
+    how many there are from that on, at most a block.)"""
+    owner = tl.load(owners + tl.program_id(0))
+    row = table + owner * COLUMNS
+    start = (tl.program_id(0) - tl.load(row + 1)) * BLOCK
+    return owner, row + 2, start, tl.minimum(tl.load(row) - start, BLOCK).to(tl.int32)
+
+
+@triton.jit
 def pointer(arguments, column: tl.constexpr, TYPE: tl.constexpr):
     return tl.load(arguments + column).to(tl.pointer_type(TYPE), bitcast=True)
 

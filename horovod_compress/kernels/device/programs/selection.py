@@ -9,7 +9,7 @@ so that nothing waits for the host.
 import triton
 import triton.language as tl
 
-from .parts import INFINITY, TOO_LARGE, block_of, float_at, floats, magnitude_of
+from .parts import INFINITY, TOO_LARGE, block_of, float_at, floats, magnitude_of, rows_of
 
 # Elements that share one maximum.
 LINE = 32
@@ -26,16 +26,6 @@ _LINE, _ROW = tl.constexpr(LINE), tl.constexpr(ROW)
 _PEAK, _UPPER, _OF_UPPER = tl.constexpr(PEAK), tl.constexpr(UPPER), tl.constexpr(OF_UPPER)
 _MIDDLE, _OF_MIDDLE = tl.constexpr(MIDDLE), tl.constexpr(OF_MIDDLE)
 _THRESHOLD, _TIES = tl.constexpr(THRESHOLD), tl.constexpr(TIES)
-
-
-@triton.jit
-def _rows_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """(The number of this block's tensor, where its arguments are, this block's first element, and
-    how many there are from that on, at most a block.)"""
-    owner = tl.load(owners + tl.program_id(0))
-    row = table + owner * COLUMNS
-    start = (tl.program_id(0) - tl.load(row + 1)) * BLOCK
-    return owner, row + 2, start, tl.minimum(tl.load(row) - start, BLOCK).to(tl.int32)
 
 
 @triton.jit
@@ -67,7 +57,7 @@ def advance(
     new magnitudes, and notes the largest one that was to be.
 
     grad, base, u, v, momentum, scale, k, first line."""
-    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     line = tl.arange(0, BLOCK // _LINE)
     i = line[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
     inside = i < size
@@ -140,7 +130,7 @@ def narrow(
 ):
     """Counts elements by the upper, middle or lower bits of their magnitudes: all that may be
     above the threshold, then those that have its upper bits, then its upper and middle bits."""
-    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     its, k = bins + owner * _ROW, tl.load(row + 6).to(tl.int32)
     first = start == 0
     if STAGE == 1:
@@ -183,7 +173,7 @@ def count(
 ):
     """Finds the threshold. For its block: how many are above it, and how many equal it; of the
     latter none where fewer than k are not zero, which are all above then."""
-    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     its, first = bins + owner * _ROW, start == 0
     upper = tl.load(its + _UPPER)
     lower, ties = _bin_of(its + 5120, tl.load(its + _OF_MIDDLE), 1024)
@@ -220,16 +210,18 @@ def collect(
     of_v,
     of_u,
     TWO: tl.constexpr,
+    TAKEN: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes, in the order of indices, those of what is chosen, and what v, and with TWO u, hold
-    there; and for each tensor the largest magnitude that was to be, and how many are chosen.
-    counts, ends: of blocks, and their sums.
+    there; and for each tensor the largest magnitude that was to be, and how many are chosen. With
+    TAKEN none are of a tensor that was not to be finite, and v becomes 0 there, and u below
+    `masked`. counts, ends: of blocks, and their sums.
 
-    As of `advance`, and where in those arrays its entries begin."""
-    owner, row, start, size = _rows_of(table, owners, COLUMNS, BLOCK)
+    As of `advance`, where in those arrays its entries begin, and masked."""
+    owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     its, first = bins + owner * _ROW, tl.load(row - 1)
     threshold, ties = tl.load(its + _THRESHOLD), tl.load(its + _TIES)
@@ -238,7 +230,12 @@ def collect(
     ends, counts = ends + blocks, counts + blocks
     equal = tl.load(ends + block) - tl.load(ends + first - 1, mask=first > 0, other=0)
     equal = equal.to(tl.int32) - tl.load(counts + block)
-    entry = tl.load(row + 8)
+    entry, masked = tl.load(row + 8), tl.load(row + 9)
+    if TAKEN:
+        # No magnitude is above infinity.
+        good = tl.load(its + _PEAK) < TOO_LARGE
+        threshold, ties = tl.where(good, threshold, INFINITY), tl.where(good, ties, 0)
+        above, equal = tl.where(good, above, 0), tl.where(good, equal, 0)
     for tile in range(0, BLOCK // _LINE, TILE):
         i, bits, value = _tile_of(row, lines, start, size, tile, tl.maximum(threshold, 1), TILE)
         larger, tie = bits > threshold, (bits == threshold) & (bits > 0)
@@ -250,6 +247,11 @@ def collect(
         if TWO:
             its_u = tl.load(floats(row, 2) + start + i, mask=chosen, other=0.0)
             tl.store(of_u + at, its_u, mask=chosen)
+            if TAKEN:
+                below = chosen & (start + i < masked)
+                tl.store(floats(row, 2) + start + i, tl.zeros_like(value), mask=below)
+        if TAKEN:
+            tl.store(floats(row, 3) + start + i, tl.zeros_like(value), mask=chosen)
         above += tl.sum(tl.sum(larger.to(tl.int32), 1), 0)
         equal += tl.sum(tl.sum(tie.to(tl.int32), 1), 0)
     last = start + size == tl.load(row - 2)
