@@ -26,6 +26,7 @@ import sys
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional
 
+import numpy as np
 import torch
 
 from horovod_compress import get_compressor, kernels
@@ -72,10 +73,25 @@ def fill(grads, given, number):
         torch.add(means[name], noise[name], alpha=(-1) ** number, out=grad)
 
 
-def by_exchange(spec, grads, options, arrays):
+class EchoThere(Echo):
+    """As over NCCL: frames of entries stay on the device."""
+
+    gathers_on_device = True
+
+    def allgather(self, name, payload):
+        if isinstance(payload, np.ndarray):
+            return super().allgather(name, payload)
+        self.count(payload.nbytes, (self.size - 1) * payload.nbytes)
+        frames = payload.tensor.repeat(self.size, 1)
+        # As each of the ranks would have made it.
+        frames[:, 1] += torch.arange(self.size, dtype=torch.int32, device=frames.device)
+        return lambda: type(payload)(frames.view(-1))
+
+
+def by_exchange(spec, grads, options, arrays, echo=Echo):
     """A step of all tensors, whose results are left in the arrays' memory."""
     shapes = {name: grad.shape for name, grad in grads.items()}
-    (exchange,) = make_ranks(get_compressor(spec), shapes, [Echo(options.ranks)])
+    (exchange,) = make_ranks(get_compressor(spec), shapes, [echo(options.ranks)])
     carriers = {}
 
     def encode():
@@ -90,12 +106,12 @@ def by_exchange(spec, grads, options, arrays):
     return Parts(encode, decode, lambda: exchange.stats()["elements_sent"])
 
 
-def on_device(spec, grads, options):
+def on_device(spec, grads, options, echo=Echo):
     """A step by the kernels where the gradients are."""
     from horovod_compress.kernels.device import DeviceArray  # imports Triton
 
     arrays = {name: DeviceArray(grad.view(-1)) for name, grad in grads.items()}
-    return by_exchange(spec, grads, options, arrays)
+    return by_exchange(spec, grads, options, arrays, echo)
 
 
 def through_host(spec, grads, options):
@@ -226,6 +242,9 @@ def measured(model, options):
     yield row(COPYING, "on the device", copying(grads))
     for spec in options.specs:
         yield row(spec, "on the device", on_device(spec, grads, options))
+        if spec.startswith(("dgc", "topk")):
+            parts = on_device(spec, grads, options, EchoThere)
+            yield row(spec, "on the device, as over NCCL", parts)
         yield row(spec, "through the host", through_host(spec, grads, options))
         if spec.startswith("dgc:ratio="):
             parts = in_torch(get_compressor(spec).ratio, grads, options)

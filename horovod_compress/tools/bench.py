@@ -24,6 +24,7 @@ from ..transport.base import Transport
 from . import arguments
 from .gradients import load_gradients, random_gradients
 from .models import MODELS
+from .place import HERE, Place, add_device
 from .printing import console, digits, table, with_progress, write_json
 
 # Steps that touch new memory, not measured.
@@ -102,6 +103,7 @@ def add(commands: Any) -> None:
             metavar="N",
             help=f"{help} (default: {default})",
         )
+    add_device(parser)
     arguments.add_json(parser)
     parser.set_defaults(run=_run, parser=parser)
 
@@ -119,7 +121,12 @@ def _run(options: argparse.Namespace) -> None:
         options.parser.error(str(error))
     gradients = gradients or random_gradients(MODELS[name](), options.seed)
     results = [
-        {"spec": spec, **measure(compressors[spec], gradients, options.ranks, options.steps)}
+        {
+            "spec": spec,
+            **measure(
+                compressors[spec], gradients, options.ranks, options.steps, place=options.device
+            ),
+        }
         for spec in with_progress(compressors)
     ]
     run = {
@@ -146,6 +153,7 @@ class Echo(Transport):
     operations, how many were started."""
 
     rank = 0
+    reduces_on_device = True
     # As through Horovod.
 
     def __init__(self, size: int) -> None:
@@ -205,6 +213,7 @@ def measure(
     ranks: int,
     steps: int,
     local_size: int = 1,
+    place: Place = HERE,
 ) -> Dict[str, Any]:
     """Measures a compression on one of several ranks, which all send the same.
 
@@ -215,10 +224,11 @@ def measure(
         steps: measured steps, after `WARMUP` others.
         local_size: ranks of a host, for `hosts=true`. Other ranks' parts then stay zero, and the
             error says nothing.
+        place: where gradients are, for algorithms that have kernels there.
 
     Returns:
-        A dict: "collective"; "ratio" and "bytes_per_step"; "exchanged", these bytes by collective,
-        as {"allreduce float32": …}, and "operations", how many of each a step starts; medians
+        "collective"; "ratio" and "bytes_per_step"; "exchanged", these bytes by collective, as
+        {"allreduce float32": …}, and "operations", how many of each a step starts; medians
         "encode_seconds", "decode_seconds" (of all ranks' payloads) and "streaming_seconds" (to read
         and write gradient, state and one payload once); "gradient_bytes_per_second";
         "times_streaming", of an encode and the decode of one payload; "error"; "residual", whether
@@ -236,7 +246,7 @@ def measure(
     echo = Echo(ranks)
     tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
     exchange = Exchange(compressor, echo, tensors, machine=Machine.alone(ranks, local_size))
-    before, seconds, error = _take_steps(exchange, echo, gradients, steps)
+    before, seconds, error = _take_steps(exchange, echo, gradients, steps, place)
     after = exchange.stats()
     encode, decode, streaming = map(statistics.median, zip(*seconds))
     # None are gathered where those of so many ranks would be more bytes than a dense exchange.
@@ -264,11 +274,14 @@ def _take_steps(
     echo: Echo,
     gradients: Sequence[Named],
     steps: int,
+    place: Place,
 ) -> Tuple[Stats, List[Tuple[float, float, float]], float]:
     """Takes steps, with a warm-up. Returns the statistics before the measured ones; the seconds to
     encode, decode and stream in each; and the error of the first step."""
-    grads = {n: zeros(a.size) for n, a in gradients[0].items()}
     seconds = []
+    if not exchange.tensors.compressor.traits.on_device:
+        place = HERE
+    grads = {n: place.put(zeros(a.size)) for n, a in gradients[0].items()}
     for step in range(WARMUP + steps):
         given = gradients[step % len(gradients)]
         if step == WARMUP - 1:
@@ -276,46 +289,53 @@ def _take_steps(
         if step == WARMUP:
             before = exchange.stats()
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
-            payload = zeros(int(before["bytes_sent"] - earlier["bytes_sent"]) // 4)
+            size = int(before["bytes_sent"] - earlier["bytes_sent"]) // 4
+            payload = place.put(zeros(size))
             streams = [*grads.values(), *state, payload]
             echo.sent.clear()
             echo.operations.clear()
-        encode, decode = _time_step(exchange, echo, grads, given)
+        encode, decode = _time_step(exchange, echo, grads, given, place.settle)
         # No residual and no momentum yet, so the result can be compared with the gradient.
         if step == 0:
             error = _relative_error(grads, given)
         if step >= WARMUP:
-            seconds.append((encode, decode, _time_streaming(streams)))
+            seconds.append((encode, decode, _time_streaming(streams, place.settle)))
     return before, seconds, error
 
 
-def _time_step(exchange: Exchange, echo: Echo, grads: Named, given: Named) -> Tuple[float, float]:
+def _time_step(
+    exchange: Exchange, echo: Echo, grads: Named, given: Named, settle: Callable[[], None]
+) -> Tuple[float, float]:
     """Runs one step on copies of the given gradients, made in the memory of `grads`. Returns the
     seconds of encoding and of decoding."""
     carriers, encode, echoed = {}, 0.0, echo.seconds
     for name, grad in grads.items():
         # Just written, as backward hands it over.
         np.copyto(grad, given[name].reshape(-1))
+        settle()
         started = time.perf_counter()
         carriers[name] = exchange.submit(name, grad)
         encode += time.perf_counter() - started
         echo.note("allreduce", carriers[name])  # by the reducer
     started = time.perf_counter()
     exchange.flush()
+    settle()
     between, encoded = echo.seconds, time.perf_counter()
     encode += encoded - started - (between - echoed)
     for name, carrier in carriers.items():
         exchange.finish(name, carrier)
     exchange.end_step()
+    settle()
     decoded = time.perf_counter()
     return encode, decoded - encoded - (echo.seconds - between)
 
 
-def _time_streaming(streams: Sequence[np.ndarray]) -> float:
+def _time_streaming(streams: Sequence[np.ndarray], settle: Callable[[], None]) -> float:
     """Reads and writes arrays once, which changes nothing in them. Returns the seconds."""
     started = time.perf_counter()
     for stream in streams:
         np.add(stream, stream.dtype.type(-0.0), out=stream)
+    settle()
     return time.perf_counter() - started
 
 
@@ -324,5 +344,5 @@ def _relative_error(results: Named, given: Named) -> float:
     whole = sum(kernels.cpu.squared_norm([array.reshape(-1) for array in given.values()]))
     for name, result in results.items():
         result -= given[name].reshape(-1)
-    missing = sum(kernels.cpu.squared_norm(list(results.values())))
+    missing = sum(kernels.cpu.squared_norm([np.asarray(each) for each in results.values()]))
     return math.sqrt(missing / whole) if whole else 0.0

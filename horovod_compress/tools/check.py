@@ -57,7 +57,12 @@ def _run(options: argparse.Namespace) -> None:
         )
     terminal = console(stderr=options.json == "-")
     found = cluster.run(
-        ranks, compressors, plan.model_of(options), 1e-3 * options.backward, terminal.print
+        ranks,
+        compressors,
+        plan.model_of(options),
+        1e-3 * options.backward,
+        terminal.print,
+        options.device,
     )
     if not ranks.rank and not write_json(found, options.json) and "predictions" in found:
         plan.show_predictions([found], None)

@@ -18,6 +18,7 @@ from ..protocol.handshake import gather
 from ..transport.base import Transport
 from . import loads, prediction
 from .cost import COLLECTIVES, Load, Network
+from .place import HERE, Place
 
 _STEPS = 2
 _SHAPES = {"matrix": (64, 80), "kernel": (16, 8, 3, 3), "bias": (64,)}
@@ -95,7 +96,12 @@ class Ranks(ABC):
 
 
 def run(
-    ranks: Ranks, compressors: Dict[str, Any], model: loads.Model, backward: float, say: Say
+    ranks: Ranks,
+    compressors: Dict[str, Any],
+    model: loads.Model,
+    backward: float,
+    say: Say,
+    place: Place = HERE,
 ) -> Dict[str, Any]:
     """Checks a cluster. All ranks call it.
 
@@ -105,6 +111,7 @@ def run(
         model: the model of the prediction.
         backward: seconds of its backward pass.
         say: prints a line, on the first rank.
+        place: where steps of the model are measured.
 
     Returns:
         A JSON-able dict, the same on all ranks: "good", "installed", "algorithms"; and with several
@@ -137,7 +144,10 @@ def run(
     return {
         **found,
         **prediction.predict(
-            model, _measure_loads(ranks, compressors, model, say), network.faster, backward
+            model,
+            _measure_loads(ranks, compressors, model, say, place),
+            network.faster,
+            backward,
         ),
     }
 
@@ -218,7 +228,7 @@ def _measure_network(ranks: Ranks) -> Network:
 
 
 def _measure_loads(
-    ranks: Ranks, compressors: Dict[str, Any], model: loads.Model, say: Say
+    ranks: Ranks, compressors: Dict[str, Any], model: loads.Model, say: Say, place: Place
 ) -> Dict[str, Load]:
     """The load of a step with each of {spec: compressor}, encoded and decoded on all ranks at once,
     as in training; the slowest rank's."""
@@ -226,7 +236,7 @@ def _measure_loads(
     for spec, compressor in compressors.items():
         say(f"measuring {spec}")
         (load,) = loads.measured(
-            compressor, model, gradients, [ranks.size], local_size=ranks.local_size
+            compressor, model, gradients, [ranks.size], ranks.local_size, place
         )
         encode, decode = ranks.slowest([load.encode, load.decode])
         found[spec] = dataclasses.replace(load, encode=encode, decode=decode)

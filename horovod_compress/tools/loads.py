@@ -11,6 +11,7 @@ from ..engine.lockstep import Named
 from . import bench
 from .cost import Load
 from .models import MODELS, Shapes
+from .place import HERE, Place
 
 # Measured steps.
 STEPS = 5
@@ -64,6 +65,7 @@ def measured(
     gradients: Sequence[Named],
     counts: Sequence[int],
     local_size: int = 1,
+    place: Place = HERE,
 ) -> List[Load]:
     """A compression's load in a step of the model, for each number of ranks.
 
@@ -76,6 +78,7 @@ def measured(
         gradients: of some steps, by name, as `Model.gradients` makes them.
         counts: numbers of ranks.
         local_size: ranks of a machine.
+        place: where it is measured, as of `bench.measure`.
 
     Returns:
         One load for each of the counts.
@@ -89,7 +92,7 @@ def measured(
     size = local_size if alone.policy.hosts else 1
 
     def measure(ranks: int) -> Load:
-        return _measured(alone, model, gradients, ranks, size)
+        return _measured(alone, model, gradients, ranks, size, place)
 
     if collective_of(alone) != "allgather" or (
         len(counts) == 1 and not splits and counts[0] <= size * _MANY
@@ -111,9 +114,10 @@ def _measured(
     gradients: Sequence[Named],
     ranks: int,
     local_size: int,
+    place: Place,
 ) -> Load:
     """The load with this number of ranks, all of whose payloads are decoded."""
-    found = bench.measure(compressor, gradients, ranks, STEPS, local_size)
+    found = bench.measure(compressor, gradients, ranks, STEPS, local_size, place)
     rounds = len(compressor.collectives(ranks)) - 1 + (local_size > 1)
     # Of small tensors, which hide nothing.
     dense_rounds = len(dense_compressor(compressor.policy.dense, 0).collectives(ranks)) - 1

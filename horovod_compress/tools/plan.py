@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 from ..compressors.advice import ADVICE
 from . import arguments, loads, prediction
 from .cost import MOST_RANKS, Network
+from .place import add_device
 from .printing import console, digits, table, with_progress, write_json
 
 _COLUMNS = {
@@ -24,7 +25,7 @@ _COLUMNS = {
 _NOTES = (
     "MB sent, received: what a rank hands to collectives in a step and gets back, as stats() says",
     "MB on link: what crosses a rank's link in a step, each way",
-    "work: encode and decode, measured on this processor",
+    "work: encode and decode, measured on this processor, or with --device on its GPU",
     "step: backward and exchange, computed, after a warm-up; of none: over the step with none",
     "All is dense where the payloads of all ranks would be more bytes.",
     "The gradients are random. adacomp, variance and strom send less of real ones.",
@@ -36,7 +37,7 @@ def add(commands: Any) -> None:
         "plan",
         help="predict a step's time and bytes on a network that you name",
         description="Predicts the time and the bytes of a training step with several compressions, "
-        "for one or more numbers of ranks. It measures each compression on this processor and "
+        "for one or more numbers of ranks. It measures each compression on this machine and "
         "computes the exchange. It needs no other ranks and no network.",
     )
     parser.add_argument(
@@ -115,6 +116,7 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="milliseconds of a backward pass, which the exchange overlaps with (default: 0)",
     )
+    add_device(parser)
     arguments.add_json(parser)
 
 
@@ -154,7 +156,9 @@ def _run(options: argparse.Namespace) -> None:
     latency = 1e-3 * (0.1 if options.latency is None else options.latency)
     gradients = model.gradients()
     found_loads = {
-        spec: loads.measured(compressors[spec], model, gradients, counts, options.local_size)
+        spec: loads.measured(
+            compressors[spec], model, gradients, counts, options.local_size, options.device
+        )
         for spec in with_progress(compressors)
     }
 

@@ -19,6 +19,8 @@ from horovod_compress import get_compressor
 from horovod_compress.engine import group
 from horovod_compress.engine.lockstep import make_ranks, mean_of
 from horovod_compress.protocol.wire import WireError
+from horovod_compress.tools.bench import measure
+from horovod_compress.tools.place import HERE, Place
 from horovod_compress.transport.loopback import Loopback
 
 torch = pytest.importorskip("torch")
@@ -219,6 +221,17 @@ def test_a_stream_waits_for_others_cuda():
         with torch.cuda.stream(second):
             wait_for({written, array.stream()}, array.tensor.device)
             assert list(array.kernels.max_abs([array])) == [number]
+
+
+@kernel_arguments.native_only
+@pytest.mark.parametrize("spec", ["dgc:ratio=0.05", "maxnorm", "powersgd"])
+def test_what_is_measured_on_a_device_sends_the_same(spec):
+    found = [
+        measure(get_compressor(spec), [{"t": np.eye(40, 50, dtype=np.float32)}], 2, 1, place=place)
+        for place in (HERE, Place(on_device, lambda: None))
+    ]
+    for key in ("exchanged", "operations", "error"):
+        assert found[0][key] == found[1][key]
 
 
 class Launches(torch.overrides.TorchFunctionMode):
