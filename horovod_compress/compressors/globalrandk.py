@@ -79,7 +79,8 @@ class SharedCoordinates(SelectiveCompressor):
         drawn = [state.indices for state in states]
         if self.unbiased:
             finite = [largest < np.inf for largest in kernel.max_abs(grads)]
-            values = [grad[indices] for grad, indices in zip(grads, drawn)]
+            # On the CPU, as those of a residual.
+            values = [np.asarray(grad[indices]) for grad, indices in zip(grads, drawn)]
             for grad, state, its in zip(grads, states, values):
                 numel = self._numel(grad.size, state)
                 its *= np.float32(step.scale * numel / max(self.count(numel), 1))

@@ -20,11 +20,11 @@ from .tensors import Tensors
 
 class Transaction:
     """The tensors of one step of the optimizer, whose results are used together, or not at all.
-    ended: whether it was committed or rolled back."""
+    ended: whether it was committed or rolled back; discarded: whether somebody said so."""
 
     def __init__(self) -> None:
         self.tensors: List[Tensor] = []
-        self.ended = False
+        self.ended = self.discarded = False
         self._finite = True
         self._late: List[Late] = []
 
@@ -44,20 +44,21 @@ class Transaction:
         """False while `finite` would wait for a device."""
         return not self._late
 
+    def give_up(self) -> None:
+        """As `fail`, where what is late does not matter any more."""
+        self._finite, self._late = False, []
+
     @property
     def finite(self) -> bool:
         """True if the results are used: all are finite, and nothing has failed."""
-        self.settle()
-        return self._finite
-
-    def settle(self) -> None:
-        """Reads what is late. Where that is an error, the results are not used."""
         late, self._late = self._late, []
         try:
             self._finite &= all([all(finite) for finite in late])
         except BaseException:
-            self._finite = False
+            # What came was not as it must be.
+            self.give_up()
             raise
+        return self._finite
 
 
 class Driver(ABC):
@@ -154,6 +155,7 @@ class Driver(ABC):
         self._refuse_in_step()
         latest = self.latest
         committed = latest.ended and latest.finite
+        latest.discarded = True
         latest.fail()
         self.end_step()
         if not committed:

@@ -17,7 +17,7 @@ from .tensor import Tensor
 
 # Elements of a group, at most; a larger tensor is alone.
 MOST = 1 << 20
-# On a device, where the CPU waits for each group while it could go on with backward.
+# On a device, where launches cost the CPU more than elements.
 MOST_ON_DEVICE = 1 << 24
 
 

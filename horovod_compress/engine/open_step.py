@@ -217,6 +217,7 @@ class OpenStep:
         # What other ranks wait for is still sent.
         for pending in self._incomplete():
             self.begin_full(pending)
+        self._land()
         self.open.pop(name, None)
         self.transaction.fail()
 
@@ -226,12 +227,16 @@ class OpenStep:
         transaction = self.transaction
         if self.open:
             transaction.fail()
+        succeeded = False
         try:
             # Their gradients are to be in residuals, as those of other unfinished steps are.
             for incomplete in self._incomplete():
                 incomplete.begin(self._features.concerned).send(None)
-            transaction.settle()
+            succeeded = transaction.finite
+        except BaseException:
+            transaction.give_up()
+            raise
         finally:
             for pending in self.groups.values():
-                pending.end(transaction.finite)
+                pending.end(succeeded)
             self._collectives.end_step()

@@ -67,7 +67,7 @@ def group_step(
             payloads = yield from _rounds(group, tensors, payloads, step.size)
         while isinstance(payloads, Late):
             payloads = yield payloads
-        if isinstance(payloads, list):
+        if isinstance(payloads, (list, tuple)):
             for feature in features:
                 feature.encoded(tensors, payloads)
             finite = yield from _exchange(group, tensors, payloads, grads, steps, alike)
@@ -204,13 +204,13 @@ def _count(tensors: Sequence[Tensor], grads: Sequence[np.ndarray], payloads: Seq
         counters["elements_sent"] += tensor.numel if sent is None else sent
 
 
-def _final(group: Group, tensors: Sequence[Tensor], payloads: List[Any], step: Step) -> Final:
+def _final(group: Group, tensors: Sequence[Tensor], payloads: Sequence[Any], step: Step) -> Final:
     """The request that moves payloads, counted where their bytes are known."""
     first = payloads[0]
     if isinstance(first, Joint):
         for tensor, payload in zip(tensors, payloads):
             payload.digest = tensor.digest
-        return Final(payloads)
+        return Final(list(payloads))
     if isinstance(first, Encoded):
         frame = wire.seal(
             payloads,
@@ -240,7 +240,7 @@ def _final(group: Group, tensors: Sequence[Tensor], payloads: List[Any], step: S
 def _exchange(
     group: Group,
     tensors: Sequence[Tensor],
-    payloads: List[Any],
+    payloads: Sequence[Any],
     grads: Sequence[np.ndarray],
     steps: Sequence[Step],
     alike: bool,

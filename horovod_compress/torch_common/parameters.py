@@ -172,8 +172,12 @@ def places_of(ranks: Ranks, params: Iterable[torch.Tensor]) -> Dict[str, Any]:
     differ in that would wait for each other."""
     if not ranks.gathers_on_device:
         return {}
-    served = {kernels.serves(param.device.type) for param in params}
-    return {"compressed on": sorted("a device" if each else "the CPU" for each in served)}
+    devices = {param.device for param in params}
+    served = {kernels.serves(device.type) for device in devices}
+    return {
+        "compressed on": sorted("a device" if each else "the CPU" for each in served),
+        "devices": len(devices),
+    }
 
 
 def flat(tensor: torch.Tensor, on_device: bool) -> Any:

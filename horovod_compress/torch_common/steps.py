@@ -290,8 +290,8 @@ class Steps(Port):
         Args:
             results: the parameters, and their results on this rank.
         """
-        self._result = None
-        if not self.takeover.variants or self.grad_scaler:
+        self._result, latest = None, self.session.exchange.latest
+        if not self.takeover.variants or self.grad_scaler or latest.settled and not latest.finite:
             return
         covered = [its for its in results if its[1].numel() and self.takeover.covers(its[0].param)]
         if covered:
@@ -360,38 +360,37 @@ class Steps(Port):
                 "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
                 "what it keeps does not follow the scale"
             )
-        if exchange.tensors.keep_state and not skips(optimizer):
-            self._to_look_for.append(self._warn_of_undone)
-        if self._result is not None and not in_grad_scaler():
-            param, result = self._result
-            if param.grad is not None:
-                same = landing((shards.local(param.grad) == result).all())
-                self._to_look_for.append(lambda: self._warn_of_changed(same, param))
         self._host.before_use(optimizer)
-        if exchange.latest.settled:
+        looks, latest = self._to_look_for, exchange.latest
+        if exchange.tensors.keep_state and not skips(optimizer):
+            looks.append(lambda: _warn_of_undone(latest))
+        if self._result is not None and self._result[0].grad is not None:
+            looks.append(self._look_for_changes(*self._result))
+        if latest.settled:
             self._look()
         self.takeover.before_step(optimizer)
 
     def _look(self) -> None:
-        """Looks for faults in how the last results were used, once it needs no wait."""
+        """Looks for faults in how the last results were used, once that needs no wait."""
         looks, self._to_look_for = self._to_look_for, []
         for look in looks:
             look()
 
-    def _warn_of_undone(self) -> None:
-        if not self.session.exchange.succeeded:
-            warn_once(
-                "optimizer.step() uses gradients of which some were not finite on some rank: the "
-                "compression has undone that step, so what is finite in them counts now, and a "
-                "second time later. Skip such a step on all ranks: do not repair its gradients, as "
-                "by nan_to_num_()"
-            )
+    def _look_for_changes(self, param: torch.Tensor, result: torch.Tensor) -> Callable[[], None]:
+        """Compares a result with the gradient that is used. Returns what warns where it differs."""
+        grad, latest = shards.local(param.grad), self.session.exchange.latest
+        changed, scaled = lambda: not torch.equal(grad, result), in_grad_scaler
+        if not latest.settled:
+            same, in_scaler = landing((grad == result).all()), in_grad_scaler()
+            changed, scaled = lambda: not same(), lambda: in_scaler
 
-    def _warn_of_changed(self, same: Callable[[], Any], param: torch.Tensor) -> None:
-        # Else they are not finite, and equal nothing.
-        if self.session.exchange.succeeded and not same():
-            whole = not shards.is_shard(param)
-            warn_of_changed(str(self.session.compressor.id), "backward()", whole)
+        def look() -> None:
+            # What is not finite equals nothing.
+            if latest.finite and changed() and not scaled():
+                whole = not shards.is_shard(param)
+                warn_of_changed(str(self.session.compressor.id), "backward()", whole)
+
+        return look
 
     def _after_step(self) -> None:
         self.session.lifecycle.take(Event.STEP_ENDED)
@@ -419,6 +418,16 @@ class Steps(Port):
             session.discard()
         else:
             lifecycle.take(Event.ROLLBACK)
+
+
+def _warn_of_undone(transaction: Any) -> None:
+    if not (transaction.finite or transaction.discarded):
+        warn_once(
+            "optimizer.step() uses gradients of which some were not finite on some rank: the "
+            "compression has undone that step, so what is finite in them counts now, and a "
+            "second time later. Skip such a step on all ranks: do not repair its gradients, as "
+            "by nan_to_num_()"
+        )
 
 
 def bring_means(exchange: Exchange, ranks: Any, carriers: Dict[str, Any]) -> None:

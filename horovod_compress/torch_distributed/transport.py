@@ -228,6 +228,9 @@ class DistributedTransport(Transport):
 
         def wait() -> Any:
             work.wait()
+            if rows.is_cuda:
+                # On which it is read.
+                rows.record_stream(torch.cuda.current_stream(rows.device))
             return type(payload)(rows)
 
         return wait

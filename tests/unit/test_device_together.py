@@ -43,8 +43,9 @@ SPECS = [
     "adacomp",
     "variance",
     pytest.param("variance:tau=0.1", marks=pytest.mark.extended),
-    pytest.param("maxnorm", marks=pytest.mark.extended),
-    "maxnorm:k=50",
+    "maxnorm:norm=l2",
+    pytest.param("maxnorm:k=50", marks=pytest.mark.extended),
+    pytest.param("maxnorm:k=50,unbiased=true", marks=pytest.mark.extended),
     pytest.param("multiscale", marks=pytest.mark.extended),
     "bf16",
     "fp16",
@@ -136,9 +137,14 @@ def test_steps_of_many_tensors_are_those_on_the_host(spec):
 
 
 @kernel_arguments.native_only
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
-    "spec", ["dgc:ratio=0.05", "dgc:ratio=0.5,momentum=0", "topk:ratio=1,min_numel=0", "multiscale"]
+    "spec, ranks",
+    [
+        ("dgc:ratio=0.05", 3),
+        pytest.param("dgc:ratio=0.05,momentum=0", 1, marks=pytest.mark.extended),
+        pytest.param("topk:ratio=0.3,min_numel=0", 2, marks=pytest.mark.extended),
+        pytest.param("multiscale", 3, marks=pytest.mark.extended),
+    ],
 )
 def test_payloads_that_stay_on_a_device_make_the_same(spec, ranks):
     """As of ranks over NCCL: where a tensor is all zeros, or not finite on one rank, too."""
@@ -149,6 +155,38 @@ def test_payloads_that_stay_on_a_device_make_the_same(spec, ranks):
     with np.errstate(invalid="ignore"):
         found = steps_of(spec, grads, on_device, OnDevice)
     assert_same(found, steps_of(spec, grads, np.copy))
+
+
+class Told(OnDevice):
+    """Notes what is gathered, and where."""
+
+    def allgather(self, name, payload):
+        vars(self).setdefault("told", []).append((name, isinstance(payload, np.ndarray)))
+        return super().allgather(name, payload)
+
+
+def test_ranks_whose_steps_differ_gather_at_one_place():
+    """Where a learning rate is 0 on one rank only, and where a tensor is empty."""
+    shapes, rng = {"a": (30, 40), "b": (20, 40), "empty": (0, 40)}, np.random.default_rng(0)
+    exchanges = make_ranks(get_compressor("dgc:ratio=0.05,min_numel=0"), shapes, Told.group(2))
+    for rank, exchange in enumerate(exchanges):
+        for name, shape in shapes.items():
+            grad = on_device(rng.standard_normal(np.prod(shape)).astype(np.float32))
+            exchange.submit(name, grad, lr=0.0 if (rank, name) == (0, "a") else 0.1)
+    for _ in itertools.zip_longest(*(exchange.rounds() for exchange in exchanges)):
+        pass
+    first, second = (exchange.transport.told for exchange in exchanges)
+    assert first == second and not any(on_cpu for _, on_cpu in first)
+
+
+def test_what_others_wait_for_is_sent_where_results_are_interrupted():
+    exchange, _ = make_ranks(get_compressor("topk:ratio=0.05"), {"a": (30, 40)}, Told.group(2))
+    exchange.transport.gathers_on_device = False
+    exchange.submit("a", on_device(np.ones(1200, np.float32)))
+    exchange.fail_tensor("a")
+    assert len(exchange.transport.told) == 1
+    exchange.end_step()
+    assert not exchange.succeeded
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Entries of a group that travel as they are on the device, between ranks whose transport gathers
-there: nothing of them comes to the CPU, which learns later whether all was right.
+there: nobody waits for them, and the CPU learns later whether all was right. What a rollback would
+need of them is copied to the CPU.
 
 A frame is of int32 words: a head of what all ranks must have alike, as `wire.head` makes it; of
 each tensor its largest magnitude, as bits, and how many entries it sends; of all tensors indices,

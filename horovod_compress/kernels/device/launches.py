@@ -72,7 +72,11 @@ def there(arrays: Sequence[Any], device: torch.device) -> torch.Tensor:
     if all(isinstance(each, np.ndarray) for each in arrays):
         return copied(arrays, device)
     beside = [its for its in arrays if isinstance(its, DeviceArray)][0].beside
-    joined: Any = np.concatenate([beside(each) for each in arrays])
+    found = [beside(each) for each in arrays]
+    for each in found if device.type == "cuda" else ():
+        # It may be of another stream.
+        each.tensor.record_stream(torch.cuda.current_stream(device))
+    joined: Any = np.concatenate(found)
     return joined.tensor
 
 
@@ -80,11 +84,6 @@ def late(numbers: torch.Tensor, use: Callable[[List[Any]], Sequence[Any]]) -> La
     """A tensor's numbers, once they have come to the CPU, as `use` turns them into results."""
     landed = landing(numbers)
     return Late(lambda: use(landed().tolist()))
-
-
-def pinned(size: int, dtype: torch.dtype, device: torch.device) -> np.ndarray:
-    """Memory on the CPU for so many elements, which a GPU writes without help."""
-    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").numpy()
 
 
 _TORCH_TYPES = {  # which has no unsigned ones

@@ -84,7 +84,8 @@ def norms(calls: List[Any]) -> List[DeviceArray]:
         found = bits.clamp(max=launches.INFINITY).view(torch.float32)
     else:
         each = [torch.linalg.vector_norm(call.x.tensor, dtype=torch.float64) for call in calls]
-        found = torch.stack(each).float().nan_to_num(nan=float("inf"))
+        found = torch.stack(each).float()
+        found = found.where(found < float("inf"), float("inf"))
     return [DeviceArray(its) for its in found.split(1)]
 
 

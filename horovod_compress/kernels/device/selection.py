@@ -73,7 +73,7 @@ class _Update(NamedTuple):
     @property
     def narrowed(self) -> bool:
         """True if a threshold is found for the tensor as a whole."""
-        return self.k > 0 and not self.chunk
+        return not self.chunk and (self.k > 0 or not self.v.size)
 
     @property
     def operands(self) -> Tuple[Any, ...]:
@@ -212,15 +212,15 @@ def _chosen(calls: List[_Update], taken: bool = False) -> Sequence[_Entries]:
         within_limits(call.grad)
     return in_groups(
         calls,
-        lambda call: (call.program, call.narrowed, len(call.states), taken and call.is_whole),
+        lambda call: (call.program, call.narrowed, taken and call.is_whole),
         functools.partial(_chosen_alike, taken),
     )
 
 
 def _chosen_alike(taken: bool, calls: List[_Update]) -> Sequence[_Entries]:
-    device, (kind, based), states = calls[0].v.device, calls[0].program, len(calls[0].states)
+    device, (kind, based), two = calls[0].v.device, calls[0].program, calls[0].u is not None
     *lines, of_lines = starts_of([-(-call.v.size // programs.LINE) for call in calls])
-    frame = Frame([call.k for call in calls], 1 + states, device)
+    frame = Frame([call.k for call in calls], 2 + two, device)
     table = [
         (call.v.size, *call.operands, call.k, line, start, call.masked)
         for call, line, start in zip(calls, lines, frame.starts)
@@ -248,17 +248,22 @@ def _chosen_alike(taken: bool, calls: List[_Update]) -> Sequence[_Entries]:
     held = frame.entries.view(torch.float32)
     of_entries = (frame.facts, frame.entries[0], held[1], held[-1])
     # Half a tile takes half the registers.
-    collect = functools.partial(search, programs.collect, TILE=_TILE // 2, TWO=states == 2)
+    collect = functools.partial(search, programs.collect, TILE=_TILE // 2, TWO=two)
     collect(table, bins, maxima, counts, ends, *of_entries, TAKEN=taken)
-    late = Late(functools.partial(_brought, frame.landing(), taken))
+    late = Late(functools.partial(_brought, calls, frame.landing(), taken))
     late.there = frame if taken else None
     return late
 
 
-def _brought(landed: Callable[[], Any], taken: bool) -> List[_Entries]:
+def _brought(calls: List[_Update], landed: Callable[[], Any], taken: bool) -> List[_Entries]:
     return [
-        _Entries(its[0].view(np.uint32), its[1:].view(np.float32), peak < launches.TOO_LARGE, taken)
-        for peak, its in landed()
+        _Entries(
+            its[0].view(np.uint32),
+            its[1 : 1 + len(call.states)].view(np.float32),
+            peak < launches.TOO_LARGE,
+            taken,
+        )
+        for call, (peak, its) in zip(calls, landed())
     ]
 
 
