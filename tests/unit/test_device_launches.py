@@ -13,6 +13,7 @@ from horovod_compress import get_compressor  # noqa: E402
 from horovod_compress.engine.lockstep import make_ranks  # noqa: E402
 from horovod_compress.kernels.device import DeviceArray, launches  # noqa: E402
 
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of torch's functions those for which the CPU waits for a GPU.
 WAITING = {"__bool__", "__float__", "__int__", "cpu", "item", "nonzero", "numpy", "tolist"}
 
@@ -64,7 +65,10 @@ def steps_of(spec, tensors, patching, gathers_on_device=False):
     transport.gathers_on_device = gathers_on_device
     shapes = {f"t{i}": [(1100,), (40, 50), (7,)][i % 3] for i in range(tensors)}
     (exchange,) = make_ranks(get_compressor(spec), shapes, [transport])
-    grads = {name: DeviceArray(torch.zeros(int(np.prod(its)))) for name, its in shapes.items()}
+    grads = {
+        name: DeviceArray(torch.zeros(int(np.prod(its)), device=WHERE))
+        for name, its in shapes.items()
+    }
     carriers, rng = {}, np.random.default_rng(0)
     parts = [
         lambda: carriers.update({name: exchange.submit(name, grads[name]) for name in grads}),
