@@ -57,7 +57,10 @@ VARIANTS = {
     "accumulate_bins": [{"WIDTH": 64, "BLOCK": 8}, {"WIDTH": 512, "BLOCK": 1}],
     "quantize": [
         {"FRACTION": 26, "WIDTH": 5, "FIELDS": 6, "WORD": tl.int32, "SCALES": 1},
-        {"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64, "SCALES": 2},
+        {
+            **{"FRACTION": 22, "WIDTH": 9, "FIELDS": 7, "WORD": tl.int64, "SCALES": 2},
+            "BLOCK": launches.WORD_BLOCK // 2,
+        },
     ],
     "dequantize": [
         {"OFFSETS": 15, "WIDTH": 5, "FIELDS": 6, "SCALES": 1},

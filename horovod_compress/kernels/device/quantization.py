@@ -42,6 +42,7 @@ class _Words:
         rows: Sequence[Tuple[Any, ...]],
         *shared: Any,
         start: Any = None,
+        BLOCK: int = launches.WORD_BLOCK,
         **constants: Any,
     ) -> Any:
         """`launches.launch`, or `start`, of a program whose table has these words as elements."""
@@ -52,7 +53,7 @@ class _Words:
             *shared,
             WIDTH=self.width,
             FIELDS=self.fields,
-            BLOCK=launches.WORD_BLOCK,
+            BLOCK=BLOCK,
             **constants,
         )
 
@@ -116,6 +117,8 @@ def quantize(calls: List[Any]) -> List[DeviceArray]:
         FRACTION=one_of(steps[0]).bit_length() - 1,
         WORD=programs.WORDS[words.dtype.itemsize],
         SCALES=len(steps),
+        # Half as many take half the registers.
+        BLOCK=launches.WORD_BLOCK // (1 if len(steps) == 1 else 2),
     )
     return words.parts(found)
 
