@@ -75,7 +75,7 @@ ADVICE = (
         "−0.08 ± 0.34 points (digits, SGD), +0.08 ± 0.95 (a vision transformer, AdamW)",
     ),
     Advice(
-        "Nothing is to be tuned: a third of the bytes",
+        "Nothing is to be tuned: a third of the bytes on 2 ranks",
         "maxnorm:bits=8",
         "+0.0019 ± 0.0029 of the loss (a transformer, AdamW, held out), +0.08 ± 0.97 points "
         "(digits, SGD)",

@@ -38,13 +38,10 @@ class BFloat16(Compressor):
     ) -> List[kernels.Encoded]:
         buffers = spares([state.buffer for state in states])
         payloads = kernels.of(grads[0]).encode_bf16(grads, buffers)
-
-        def noted(payloads: Sequence[kernels.Encoded]) -> List[kernels.Encoded]:
-            for state, payload in zip(states, payloads):
-                state.buffer = payload.buffer
-            return list(payloads)
-
-        return kernels.then(payloads, noted)
+        # A device does not use it again.
+        for state, payload in zip(states, payloads) if isinstance(payloads, list) else ():
+            state.buffer = payload.buffer
+        return payloads
 
     def add_all(
         self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float

@@ -93,8 +93,8 @@ def seal(
 
 
 def head(number: int, digest: int, step: int, rank: int) -> np.ndarray:
-    """The head of a frame that stays on a device, four int32 words. Arguments as of `seal`."""
-    words = [VERSION << 16 | number, digest + rank, step, 0]
+    """The head of a frame that stays on a device, three int32 words. Arguments as of `seal`."""
+    words = [VERSION << 16 | number, digest + rank, step]
     return np.array([word & 0xFFFFFFFF for word in words], np.uint32).view(np.int32)
 
 

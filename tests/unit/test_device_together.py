@@ -1,7 +1,6 @@
 """Tensors on a device share launches: a step's results are those of each alone, and what is
 launched does not grow with the tensors."""
 
-import collections
 import contextlib
 import itertools
 import warnings
@@ -28,10 +27,11 @@ pytest.importorskip("triton")
 
 from ranks import OnDevice, discardable  # noqa: E402
 from test_device import MOMENTA, encode_topk  # noqa: E402
+from test_device_launches import Counted  # noqa: E402
 from test_kernels_lists import all_at_once  # noqa: E402
 
 from horovod_compress.kernels import device  # noqa: E402
-from horovod_compress.kernels.device import DeviceArray, launches, wait_for  # noqa: E402
+from horovod_compress.kernels.device import DeviceArray, wait_for  # noqa: E402
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [
@@ -272,29 +272,6 @@ def test_what_is_measured_on_a_device_sends_the_same(spec):
         assert found[0][key] == found[1][key]
 
 
-class Launches(torch.overrides.TorchFunctionMode):
-    """Counts torch's operations, and the programs that are launched."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.found, launch = collections.Counter(), launches.launch
-
-        def counted(program, *arguments, **options):
-            self.found["programs"] += 1
-            with torch._C.DisableTorchFunction():
-                launch(program, *arguments, **options)
-
-        monkeypatch.setattr(launches, "launch", counted)
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        # Which only look; states are where gradients are from the second step on.
-        if function.__name__ not in ("__get__", "numel", "data_ptr", "to"):
-            self.found[
-                "copies" if function.__name__ in ("copy_", "__getitem__", "view") else "operations"
-            ] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def arguments_of(name, data):
     """(arguments, names of those that are on the device)."""
     a = Arguments(data)
@@ -378,10 +355,10 @@ def test_launches_come_early_where_much_waits(spec, monkeypatch):
     expected = steps_of(spec, grads, on_device)
     monkeypatch.setattr(group, "MOST_ON_DEVICE", 3000)
     (one,) = make_ranks(get_compressor(spec), shapes(7), Loopback.group(1))
-    with monkeypatch.context() as patch, Launches(patch) as launches:
+    with monkeypatch.context() as patch, Counted(patch.setattr) as counted:
         for name, grad in gradients(7)[0][0].items():
             one.submit(name, on_device(grad.reshape(-1)))
-    assert launches.found["programs"]
+    assert counted.found["launches"]
     assert_same(steps_of(spec, grads, on_device), expected)
 
 

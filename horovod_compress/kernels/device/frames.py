@@ -19,7 +19,7 @@ from .dense import are_finite
 from .programs import frames as programs
 from .shared import starts_of
 
-HEAD = 4
+HEAD = 3
 
 
 class Frame:
