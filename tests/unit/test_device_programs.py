@@ -21,7 +21,11 @@ SHARED = 8192
 
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(80, marks=pytest.mark.release), pytest.param(90, marks=pytest.mark.extended)],
+    [
+        pytest.param(80, marks=pytest.mark.release),
+        pytest.param(90, marks=pytest.mark.extended),
+        pytest.param(100, marks=pytest.mark.release),
+    ],
 )
 def test_programs_compile_and_round_as_processors_do(capability, tmp_path):
     """A fused multiply-add would round once where the host's kernels round twice, and `ftz` would
