@@ -1,7 +1,6 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727)."""
 
 import dataclasses
-import itertools
 import math
 from typing import Any, List, Optional, Sequence, Tuple
 
@@ -14,20 +13,29 @@ from .options import Count, Number, option
 from .selective import SelectiveCompressor
 from .state import LOCAL, SHARED, State, zeros
 
-# A bound on the result's elements from which they may not be finite.
-_MOST = 2.0**126
-_SHORT = np.float32(2.0**-40)
+# After a step that was not finite vectors of Q are so many times shorter.
+_SHORTER = 2.0**40
 
 
 @dataclasses.dataclass
 class PowerSGDState(State):
-    """rank is that of the factors. p and q are the open or last step's factors, as concatenated
-    vectors. pending says whether their product is still to be subtracted from the residual."""
+    """rank is that of the factors. p and q are those of the open step, as concatenated vectors.
+    length is by what the last step's Q, in arrays, is divided where it is used, so that products
+    stay in range. pending says whether its product with p is still to be subtracted from the
+    residual. failed says whether the step after it was not finite. checked says that no vector of
+    it is zero."""
 
     rank: int = 0
     p: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
     q: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
+    length: float = 1.0
     pending: bool = False
+    failed: bool = False
+    checked: bool = False
+
+    def follow(self, grad: Any) -> None:
+        super().follow(grad)
+        self.p, self.q = kernels.beside(self.p, grad), kernels.beside(self.q, grad)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,6 +62,7 @@ class PowerSGD(SelectiveCompressor):
         # Every rank orthonormalizes the sums itself, and kernels differ in the last bits of long
         # sums.
         same_kernels=True,
+        on_device=True,
     )
     roles = {"residual": LOCAL, "q": SHARED}  # q: a direction
 
@@ -72,7 +81,7 @@ class PowerSGD(SelectiveCompressor):
         rank = min(self.rank, n, m)
         q = np.random.default_rng(self.key("start", name)).standard_normal(rank * m, np.float32)
         # The same space; but nearly parallel vectors would lose a direction to rounding.
-        kernels.of(q).orthonormalize([q], rank=rank)
+        kernels.of(q).orthonormalize([q], [q], rank=rank)
         return PowerSGDState(
             name,
             {"residual": zeros(n * m), "q": q},
@@ -97,43 +106,37 @@ class PowerSGD(SelectiveCompressor):
         kernel, ranks = kernels.of(grads[0]), [state.rank for state in states]
         residuals = [state.arrays["residual"] for state in states]
         ps, qs = [state.p for state in states], [state.q for state in states]
-        self._renew(states, steps[0].index)
-        if not all(state.pending for state in states):
-            for state in states:
-                self.apply_pending(state)
-        finite = kernel.project(
+        self._renew([state for state in states if not state.checked], steps[0].index)
+        kernel.project(
             grads,
             residuals,
             [state.arrays["q"] for state in states],
             ps,
-            qs if states[0].pending else None,
             rank=ranks,
+            pending=[state.pending for state in states],
+            length=[state.length * (_SHORTER if state.failed else 1) for state in states],
         )
-        for state, good in zip(states, finite):
+        for state in states:
             state.pending = False
-            if not good:
-                state.p.fill(np.nan)  # the sum says so to all ranks
-        totals = yield [Allreduce(p) for p in ps]
-        for p, total in zip(ps, totals):
-            if total is not p:
-                np.copyto(p, total)
-        good = [largest < np.inf for largest in kernel.max_abs(ps)]
-        if any(good):
-            kernel.orthonormalize(
-                list(itertools.compress(ps, good)), rank=list(itertools.compress(ranks, good))
-            )
+        # NaN says to all ranks that a gradient is not finite.
+        sums = yield [Allreduce(p) for p in ps]
+        kernel.orthonormalize(sums, ps, rank=ranks)
         kernel.project_back(residuals, ps, qs, rank=ranks)
         return [Allreduce(q) for q in qs]
 
     def _renew(self, states: Sequence[PowerSGDState], index: int) -> None:
         """Draws vectors of q anew that are zero and would stay so, their directions unused."""
-        lasts = [state.arrays["q"].reshape(state.rank, -1) for state in states]
-        for state, last, lengths in zip(states, lasts, _largest(lasts)):
-            lost = [largest == 0 for largest in lengths]
-            if any(lost):
-                key = self.key("fresh", state.name, index)
-                fresh = np.random.default_rng(key).standard_normal(last.shape, np.float32)
-                last[lost] = fresh[lost]
+        for state in states:
+            self.apply_pending(state)
+        vectors = [_vectors(state.arrays["q"], state.rank) for state in states]
+        for state, its, lengths in zip(states, vectors, _largest(vectors)):
+            key = self.key("fresh", state.name, index)
+            if 0 in lengths:
+                fresh = np.random.default_rng(key).standard_normal((len(its), len(its[0])), "f4")
+                for i, length in enumerate(lengths):
+                    if length == 0:
+                        np.copyto(its[i], fresh[i])
+            state.checked = True
 
     def decode_all(
         self,
@@ -145,50 +148,64 @@ class PowerSGD(SelectiveCompressor):
     ) -> List[bool]:
         if steps[0].index < self.start_step:
             return self.decode_dense_all(summed, outs, states, scale)
-        kernel, size = kernels.of(outs[0]), steps[0].size
-        ps, qs = [state.p for state in states], [state.q for state in states]
-        for each, q in zip(summed, qs):
-            np.divide(each, np.float32(size), out=q)
-        kernel.product(ps, qs, outs, rank=[state.rank for state in states], scale=scale * size)
-        lengths = [
-            _largest([each.reshape(state.rank, -1) for each, state in zip(factors, states)])
-            for factors in (ps, qs)
-        ]
-        finite = []
-        for state, out, of_p, of_q in zip(states, outs, *lengths):
-            largest = sum(left * right for left, right in zip(of_p, of_q))
-            finite.append(largest * max(1.0, abs(scale * size)) < _MOST)
-            if finite[-1]:
-                state.sent = state.q, max(of_q)
-            else:
-                out.fill(np.nan)
-                last = state.arrays["q"]
-                # Lengths do not matter, and with a shorter one the next sum may stay in range.
-                if kernel.max_abs([last])[0] > _SHORT:
-                    last *= _SHORT
-        return finite
+        size = steps[0].size
+        finite = kernels.of(outs[0]).product(
+            [state.p for state in states],
+            summed,
+            [state.q for state in states],
+            outs,
+            rank=[state.rank for state in states],
+            scale=scale * size,
+            size=size,
+        )
+        lengths = _largest([_vectors(state.q, state.rank) for state in states])
+
+        def note(finite: Sequence[bool]) -> List[bool]:
+            for state, its, is_finite in zip(states, lengths, finite):
+                if is_finite:
+                    state.sent = its
+                else:
+                    # With a shorter one the next sum may stay in range.
+                    state.failed = True
+            return list(finite)
+
+        return kernels.then(finite, note)
 
     def commit(self, state: PowerSGDState) -> None:
-        if state.sent is not None:
-            q, largest = state.sent
-            state.pending = True
+        if state.sent and max(state.sent) > 0:
+            state.q, state.arrays["q"] = state.arrays["q"], state.q
             # The lengths of vectors do not matter, and would overflow sooner or later.
-            if largest > 0:
-                np.divide(q, np.float32(largest), out=state.arrays["q"])
+            state.length, state.pending, state.failed = max(state.sent), True, False
+            state.checked = min(state.sent) > 0
 
     def apply_pending(self, state: PowerSGDState) -> None:
+        q = state.arrays["q"]
         if state.pending:
-            state.pending = False
-            kernels.of(state.p).subtract_product(
-                [state.arrays["residual"]], [state.p], [state.q], rank=state.rank
+            kernels.of(q).subtract_product(
+                [state.arrays["residual"]], [state.p], [q], rank=state.rank
             )
+        for factor in (state.length, _SHORTER if state.failed else 1):
+            if factor != 1:
+                np.divide(q, np.float32(factor), out=q)
+        state.length, state.pending, state.failed, state.checked = 1.0, False, False, False
 
 
-def _largest(matrices: Sequence[np.ndarray]) -> List[List[float]]:
-    """Of each matrix the largest magnitudes of its rows."""
-    rows = [row for matrix in matrices for row in matrix]
-    found = iter(kernels.of(matrices[0]).max_abs(rows))
-    return [[next(found) for _ in matrix] for matrix in matrices]
+def _vectors(factor: np.ndarray, rank: int) -> List[np.ndarray]:
+    """The vectors of a factor, one behind the other."""
+    length = factor.size // rank
+    return [factor[i * length : (i + 1) * length] for i in range(rank)]
+
+
+def _largest(factors: Sequence[List[np.ndarray]]) -> Sequence[List[float]]:
+    """Of each factor the largest magnitudes of its vectors, late on a device."""
+    vectors = [vector for factor in factors for vector in factor]
+    found = kernels.of(vectors[0]).max_abs(vectors) if vectors else []
+
+    def by_factor(largest: Sequence[float]) -> List[List[float]]:
+        each = iter(largest)
+        return [[next(each) for _ in factor] for factor in factors]
+
+    return kernels.then(found, by_factor)
 
 
 def matrix_of(shape: Tuple[int, ...], rank: int) -> Tuple[int, int]:

@@ -6,6 +6,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
+from ..kernels import beside
 from .model import Model
 
 
@@ -65,6 +66,11 @@ class State:
     model: Optional[Model] = None
     overflows: int = 0
     factor: float = 1.0
+
+    def follow(self, grad: Any) -> None:
+        """Brings what is kept to where the gradient is, on the CPU or on a device."""
+        for key, array in self.arrays.items():
+            self.arrays[key] = beside(array, grad)
 
 
 def spares(memory: Sequence[Optional[np.ndarray]]) -> Optional[List[np.ndarray]]:

@@ -54,7 +54,7 @@ class Group:
         if self.on_device or set(map(type, grads)) != {np.ndarray}:
             self.on_device = True
             for tensor, grad in zip(tensors, grads):
-                tensor.follow(grad)
+                tensor.state.follow(grad)
         places = {getattr(grad, "device", None) for grad in grads}
         compressor = tensors[0].compressor
         return len(places) == 1 and all([tensor.compressor is compressor for tensor in tensors])

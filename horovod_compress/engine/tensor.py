@@ -7,7 +7,6 @@ import numpy as np
 
 from ..compressors.base import Compressor
 from ..compressors.state import LOCAL, State
-from ..kernels import beside
 from ..protocol.requests import Allgather, Collective, Exchanged
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
@@ -51,13 +50,6 @@ class Tensor:
         nbytes, counters = request.array.nbytes, self.counters
         counters["bytes_sent"] += nbytes
         counters["bytes_received"] += -nbytes if isinstance(request, Allgather) else nbytes
-
-    def follow(self, grad: np.ndarray) -> None:
-        """Brings the state to where the gradient is, on the CPU or on a device."""
-        arrays = self.state.arrays
-        for key, array in arrays.items():
-            if type(array) is not np.ndarray or type(grad) is not np.ndarray:
-                arrays[key] = beside(array, grad)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import kernels
+from ..compressors.base import Compressor
 from ..session.notices import warn_once
 from ..session.ranks import Ranks
 from ..session.session import Session
@@ -167,17 +168,24 @@ class Streams:
         self._encoded.clear()
 
 
-def places_of(ranks: Ranks, params: Iterable[torch.Tensor]) -> Dict[str, Any]:
-    """Of ranks that gather on devices, where gradients of parameters are compressed: those that
-    differ in that would wait for each other."""
-    if not ranks.gathers_on_device:
+def places_of(
+    ranks: Ranks, params: Iterable[torch.Tensor], compressor: Compressor
+) -> Dict[str, Any]:
+    """Where gradients of parameters are compressed: on ranks that gather on devices, those that
+    differ in that would wait for each other; of some compressors the last bits depend on it, and on
+    the kind of GPU."""
+    exactly = compressor.traits.same_kernels
+    if not ranks.gathers_on_device and not exactly:
         return {}
-    devices = {param.device for param in params}
-    served = {kernels.serves(device.type) for device in devices}
-    return {
-        "compressed on": sorted("a device" if each else "the CPU" for each in served),
-        "devices": len(devices),
-    }
+    devices, places = {param.device for param in params}, set()
+    for device in devices:
+        place = "a device" if kernels.serves(device.type) else "the CPU"
+        if exactly and place == "a device" and device.type == "cuda":
+            place += " of compute capability {}.{}".format(
+                *torch.cuda.get_device_capability(device)
+            )
+        places.add(place)
+    return {"compressed on": sorted(places), "devices": len(devices)}
 
 
 def flat(tensor: torch.Tensor, on_device: bool) -> Any:

@@ -169,11 +169,13 @@ class Steps(Port):
             }
             for slot in reduced
         }
+        chosen = next(iter(variants.values()), compressor)
+        places = places_of(self._ranks, [slot.param for slot in reduced], chosen)
         return Choice(
             requested,
-            next(iter(variants.values()), compressor),
+            chosen,
             tensors,
-            {"tensors": described, **places_of(self._ranks, [slot.param for slot in reduced])},
+            {"tensors": described, **places},
             _Held(takeover, moments),
             {"follows_momentum": takeover.follows},
         )

@@ -50,7 +50,7 @@ class UpdateCompression(Bound, Port):
         tensors = {
             name: (shards.shape_of(param), compressor) for name, param in self._params.items()
         }
-        alike = {**self._alike, **places_of(self._ranks, self._params.values())}
+        alike = {**self._alike, **places_of(self._ranks, self._params.values(), compressor)}
         return Choice(compressor, compressor, tensors, alike)
 
     def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:

@@ -47,7 +47,11 @@ def assert_same_on_device(folder, size, environment=()):
         assert found.keys() == expected.keys()
         for spec in expected:
             try:
-                assert_equal(found[spec], expected[spec])
+                if spec == "powersgd":
+                    # Products, to rounding.
+                    torch.testing.assert_close(found[spec], expected[spec], rtol=1e-3, atol=1e-3)
+                else:
+                    assert_equal(found[spec], expected[spec])
             except AssertionError as error:
                 raise AssertionError(spec) from error
 

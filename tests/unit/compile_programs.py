@@ -20,6 +20,7 @@ from horovod_compress.kernels.device.programs import (
     codes,
     dense,
     frames,
+    lowrank,
     quantization,
     selection,
     sparse,
@@ -31,7 +32,7 @@ TYPES = {
     "*i32": {"bins", "counts", "facts", "frames", "indices", "largest", "lines", "peaks"},
     "*i16": {"codes"},
     "*i8": {"marks", "scales"},
-    "*fp64": {"sums"},
+    "*fp64": {"dots", "sums", "turns"},
 }
 KINDS = [
     {"KIND": kind, "BASED": based}
@@ -50,6 +51,14 @@ VARIANTS = {
         {**COLLECTED, **each, "TAKEN": taken} for each in ONE_OR_TWO for taken in (False, True)
     ],
     "add_frames": [{"BLOCK": launches.SEARCHED}],
+    **dict.fromkeys(["multiply", "project", "subtract"], [{"CHUNK": 4, "BLOCK": 1}]),
+    "project_back": [{"CHUNK": 4, "VECTORS": 4, "BLOCK": 1}],
+    "turn": [
+        {"TURNS": turns, "COUNTS": counts, "RANK": rank, "TILE": 512 // rank, "BLOCK": 4096}
+        for turns, counts in ((False, True), (True, True), (True, False))
+        for rank in (4, 8)
+    ],
+    "find_turns": [{"RANK": 4, "BLOCK": 1}, {"RANK": 8, "BLOCK": 1}],
     "put": ONE_OR_TWO,
     "collect_marked": ONE_OR_TWO,
     "average_momentum": [{"NESTEROV": False}, {"NESTEROV": True}],
@@ -118,7 +127,7 @@ def programs():
     """{name: program} of all files, without the functions that programs are made of."""
     return {
         name: each
-        for module in (adaptive, codes, dense, frames, quantization, selection, sparse)
+        for module in (adaptive, codes, dense, frames, lowrank, quantization, selection, sparse)
         for name, each in vars(module).items()
         if isinstance(each, triton.runtime.JITFunction)
         and each.fn.__module__ == module.__name__

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arguments import VALUES, Arguments, assert_same, native_only
 from one_tensor import One, cpu
+from test_kernels_sums import assert_orthonormal, assert_products_agree, of_few_vectors
 from test_selection import DISTRIBUTIONS
 from tiers import examples
 
@@ -270,12 +271,30 @@ def test_norms_are_the_same(where, data):
 
 
 @on_device
+@pytest.mark.parametrize(
+    "n, m, rank, broken", [(5, 300, 2, None), (260, 40, 4, None), (130, 9, 9, np.inf)]
+)
+def test_products_with_few_vectors_are_the_same_to_rounding(where, n, m, rank, broken):
+    arguments = of_few_vectors(np.random.default_rng(n), n, m, rank, broken)
+    there = One(moved(arguments["q"], where).kernels)
+    assert_products_agree(there, arguments, rank, of=lambda array: moved(array, where))
+
+
+@on_device
+def test_vectors_become_orthonormal(where):
+    there = One(moved(np.zeros(1, np.float32), where).kernels)
+    assert_orthonormal(there, of=lambda array: moved(array, where))
+
+
+@on_device
 def test_what_does_not_fit_is_refused(where):
     short, long = moved(np.zeros(3, np.float32), where), moved(np.zeros(4, np.float32), where)
     with pytest.raises(ValueError, match="grad, v must have the same length"):
         One(short.kernels).add_to_residual(short, None, long)
     with pytest.raises(ValueError, match="out, u, new_u must have the same length"):
         One(short.kernels).apply_momentum(short, short, long, momentum=0.9, nesterov=False)
+    with pytest.raises(ValueError, match="the matrix, of 4 elements, p and q, of 3 and 3"):
+        One(short.kernels).project_back(long, short, short, rank=3)
     with pytest.raises(ValueError, match="cut off"):
         One(short.kernels).decode_add_sparse(short, np.zeros(3, np.uint8), scale=1.0)
 

@@ -100,6 +100,7 @@ COUNTS = {
     "maxnorm": ((1, 1, 2), 0),
     "maxnorm:norm=l2": ((0, 1, 2), 0),
     "multiscale": ((1, 3, 3), 0),
+    "powersgd:min_numel=0,min_rate=0": ((2, 7, 2), 0),
     "bf16": ((1, 0, 1), 2),
     "fp16": ((0, 0, 2), 0),
     "none": ((0, 0, 1), 0),

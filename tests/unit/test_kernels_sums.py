@@ -66,7 +66,7 @@ def any_encode_adacomp(a):
 
 def matrix(a, *names):
     n, m, rank = a.draw(st.integers(1, 40)), a.draw(st.integers(1, 70)), a.draw(st.integers(1, 9))
-    lengths = {"p": rank * n, "q": rank * m, "pending": rank * m}
+    lengths = {"p": rank * n, "q": rank * m}
     return {
         name: a.rng.standard_normal(lengths.get(name, n * m)).astype(np.float32) for name in names
     } | {"rank": rank}
@@ -85,10 +85,13 @@ SUMS = {
         symmetric=a.one_of(False, True),
     ),
     "encode_topk": any_encode_topk,
-    "orthonormalize": lambda a: matrix(a, "p"),
-    "product": lambda a: matrix(a, "p", "q", "out") | {"scale": -0.3},
+    "orthonormalize": lambda a: (found := matrix(a, "p")) | {"sums": found["p"]},
+    "product": lambda a: (
+        (found := matrix(a, "p", "q", "out")) | {"sums": found["q"], "scale": -0.3, "size": 3}
+    ),
     "project": lambda a: (
-        {"pending": None} | matrix(a, "grad", "residual", "q", "p", *a.one_of([], ["pending"]))
+        matrix(a, "grad", "residual", "q", "p")
+        | {"pending": a.one_of(False, True), "length": a.one_of(1.0, 0.3)}
     ),
     "project_back": lambda a: matrix(a, "residual", "p", "q"),
     "max_abs_and_deviation": lambda a: dict(x=a.finite()),
@@ -229,58 +232,76 @@ def test_adacomp_agrees_to_rounding(data):
     )
 
 
+def of_few_vectors(rng, n, m, rank, broken=None):
+    """What the kernels of products with few vectors are called with."""
+
+    def normal(*shape):
+        return rng.standard_normal(np.prod(shape)).astype(np.float32)
+
+    grad = normal(n, m)
+    if broken:
+        grad[rng.integers(grad.size)] = broken
+    return {"grad": grad, "residual": normal(n, m), "q": normal(rank, m), "p": normal(rank, n)}
+
+
+def products(module, grad, residual, q, p, rank, of=np.copy):
+    """A step on what is pending of a last one: [the residual, P, Mᵀ·P, the mean Q and the product
+    of those, the residual without it], and whether the product is finite."""
+    g, x, q, p, back, mean, out = map(of, (grad, residual, q, p, q, q, grad))
+    module.project(g, x, q, p, rank=rank, pending=True, length=1.5)
+    kept = of(np.asarray(x))
+    module.project_back(x, p, back, rank=rank)
+    finite = module.product(p, back, mean, out, rank=rank, scale=-0.5, size=3)
+    module.subtract_product(x, p, mean, rank=rank)
+    return [np.asarray(each) for each in (kept, p, back, mean, out, x)], finite
+
+
+def assert_products_agree(module, arguments, rank, of=np.copy):
+    """To rounding: of sums, whose terms may cancel out, of the terms' sizes."""
+    with np.errstate(all="ignore"):
+        expected, finite = products(reference, **arguments, rank=rank)
+        found, its = products(module, **arguments, rank=rank, of=of)
+    assert its == finite
+    if not finite:
+        assert np.isnan(found[1]).any() and np.isnan(expected[1]).any()
+        del found[1:]
+    n, m = (arguments[key].size // rank for key in ("p", "q"))
+    kept, p = expected[0].reshape(n, m), expected[1].reshape(rank, n)
+    vectors = np.abs(arguments["q"]).reshape(rank, m)
+    of_p = vectors @ np.abs(kept).T
+    of_back = np.abs(p) @ np.abs(kept)
+    of_out = of_back.T @ of_p
+    sizes = [kept, of_p, of_back, of_back, of_out, of_out]
+    for mine, other, size in zip(found, expected, sizes):
+        bound = max(2e-5 * np.abs(other).max(), 3e-7 * np.abs(size).max())
+        np.testing.assert_allclose(mine, other, rtol=1e-7, atol=bound)
+
+
 @native_only
 @examples(120)
 @given(data=st.data())
 def test_products_with_few_vectors_agree_to_rounding(data):
     a = Arguments(data)
     n, m, rank = a.draw(st.integers(1, 40)), a.draw(st.integers(1, 70)), a.draw(st.integers(1, 9))
-    grad, residual = (a.rng.standard_normal(n * m).astype(np.float32) for _ in range(2))
     broken = a.one_of(None, None, np.nan, np.inf, 2.0**111)
-    if broken:
-        grad[a.rng.integers(grad.size)] = broken
-    q = a.rng.standard_normal(rank * m).astype(np.float32)
-    found = []
+    assert_products_agree(cpu, of_few_vectors(a.rng, n, m, rank, broken), rank)
+
+
+@native_only
+def test_products_with_few_vectors_subtract_what_is_pending():
+    """As `subtract_product` alone; and with a length as if the vectors had been divided by it."""
     for module in (cpu, reference):
-        x, p, back, out = (
-            residual.copy(),
-            np.empty(rank * n, np.float32),
-            np.empty(rank * m, np.float32),
-            np.empty(n * m, np.float32),
-        )
-        finite = module.project(grad, x, q, p, None, rank=rank)
-        module.project_back(x, p, back, rank=rank)
-        module.product(p, back, out, rank=rank, scale=-0.5)
-        later, then = x.copy(), p.copy()
-        module.subtract_product(x, p, back, rank=rank)
-        again = (
-            module.project(grad, x, q, p, None, rank=rank),
-            module.project(grad, later, q, then, back, rank=rank),
-        )
-        assert again == (finite, finite)
-        np.testing.assert_array_equal(later, x)
-        np.testing.assert_array_equal(then, p)
-        found.append((finite, x, p, back, out))
-    assert found[0][0] == found[1][0] == (not broken)
-    # Of sums, whose terms may cancel out, the terms' sizes.
-    first, vectors = (
-        np.abs(residual if broken else residual + grad).reshape(n, m),
-        np.abs(q).reshape(rank, m).T,
-    )
-    its_p = first @ vectors
-    its_back = first.T @ its_p
-    sizes = (
-        its_p @ its_back.T,
-        np.abs(found[1][1]).reshape(n, m) @ vectors,
-        its_back,
-        its_p @ its_back.T,
-    )
-    for mine, its, size in zip(found[0][1:], found[1][1:], sizes):
-        np.testing.assert_allclose(mine, its, atol=max(2e-5 * np.abs(its).max(), 3e-7 * size.max()))
+        a = of_few_vectors(np.random.default_rng(0), 30, 50, 3)
+        x, last_p, q = a["residual"].copy(), a["p"].copy(), a["q"] / np.float32(1.5)
+        module.project(**a, rank=3, pending=True, length=1.5)
+        module.subtract_product(x, last_p, a["q"], rank=3)
+        p = np.empty_like(last_p)
+        module.project(a["grad"], x, q, p, rank=3, pending=False, length=1.0)
+        np.testing.assert_array_equal(x, a["residual"])
+        np.testing.assert_array_equal(p, a["p"])
 
 
-@pytest.mark.parametrize("module", [cpu, reference])
-def test_orthonormalize(module):
+def assert_orthonormal(module, of=np.copy):
     """Orthonormal vectors of the same space; zeros for what lies in the space of those before
     it."""
     rng = np.random.default_rng(0)
@@ -288,13 +309,22 @@ def test_orthonormalize(module):
         vectors = rng.standard_normal((5, 40)).astype(np.float32)
         vectors[1] = vectors[0] * (1 + 1e-3 * rng.standard_normal(40))  # nearly parallel
         vectors[3] = 2 * vectors[0] - vectors[2]
-        p = (vectors * np.float32(unit)).reshape(-1)
-        module.orthonormalize(p, rank=5)
-        p = p.reshape(5, 40).astype(np.float64)
+        p = of((vectors * np.float32(unit)).reshape(-1))
+        module.orthonormalize(p, p, rank=5)
+        p = np.asarray(p).reshape(5, 40).astype(np.float64)
         assert not p[3].any()
         kept = p[[0, 1, 2, 4]]
         np.testing.assert_allclose(kept @ kept.T, np.eye(4), atol=1e-6)
         np.testing.assert_allclose(vectors @ kept.T @ kept, vectors, atol=1e-5)
+    vectors[2, 7] = np.nan
+    p = of(vectors.reshape(-1))
+    module.orthonormalize(p, p, rank=5)
+    assert np.isnan(np.asarray(p).reshape(5, 40)[2:]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_orthonormalize(module):
+    assert_orthonormal(module)
 
 
 @native_only
@@ -306,8 +336,8 @@ def test_powersgd_needs_the_same_kernels_on_all_ranks():
         [vector, vector + 3e-6 * np.random.default_rng(1).standard_normal(100_000)]
     ).astype(np.float32)
     its = mine.copy()
-    cpu.orthonormalize(mine, rank=2)
-    reference.orthonormalize(its, rank=2)
+    cpu.orthonormalize(mine, mine, rank=2)
+    reference.orthonormalize(its, its, rank=2)
     np.testing.assert_allclose(mine, its, atol=1e-6)
     assert (mine != its).any()
 

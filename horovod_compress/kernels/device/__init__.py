@@ -2,17 +2,18 @@
 algorithms that say `on_device`.
 
 The functions are those of `kernels.cpu` by the same names, and their results are the same to the
-last bit. The tensors of a list are on one device, and share launches. Passes over their elements
-run there, on the stream that is current, which `wait_for` makes wait for others; what has as many
-elements as are sent comes to the CPU, where the CPU's kernels code it. Programs are compiled
-without fused multiply-add, which rounds once where the others round twice. With TRITON_INTERPRET=1
-they run in Triton's interpreter, on tensors of the CPU.
+last bit, but for products with few vectors (`lowrank`). The tensors of a list are on one device,
+and share launches. Passes over their elements run there, on the stream that is current, which
+`wait_for` makes wait for others; what has as many elements as are sent comes to the CPU, where the
+CPU's kernels code it. Programs are compiled without fused multiply-add, which rounds once where the
+others round twice. With TRITON_INTERPRET=1 they run in Triton's interpreter, on tensors of the CPU.
 """
 
 from .adaptive import encode_adacomp, encode_variance
 from .array import DeviceArray, wait_for
 from .codes import decode_add_bf16, decode_float16, encode_bf16
 from .dense import apply_momentum, max_abs, squared_norm
+from .lowrank import orthonormalize, product, project, project_back, subtract_product
 from .quantization import dequantize, encode_scales, norms, quantize
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse
@@ -32,8 +33,13 @@ __all__ = [
     "encode_variance",
     "max_abs",
     "norms",
+    "orthonormalize",
+    "product",
+    "project",
+    "project_back",
     "quantize",
     "squared_norm",
+    "subtract_product",
     "take_entries",
     "wait_for",
 ]

@@ -116,8 +116,9 @@ def largest(
     program: Any, rows: Sequence[Row], *shared: Any, BLOCK: int = BLOCK, **constants: Any
 ) -> torch.Tensor:
     """`launch`, of a program whose last array takes a number of each block. Of each tensor, the
-    largest of them, on the device; the first of its arguments is a tensor."""
-    dealt = blocks([size for size, *_ in rows], rows[0][1].device, BLOCK)
+    largest of them, on the device."""
+    device = next(each.device for each in rows[0] if isinstance(each, torch.Tensor))
+    dealt = blocks([size for size, *_ in rows], device, BLOCK)
     numbers = dealt.new()
     launch(program, rows, *shared, numbers, BLOCK=BLOCK, **constants)
     return dealt.largest(numbers)

@@ -3,13 +3,15 @@
 //
 // project makes one pass over the residual M and the gradient, four rows at a time: it subtracts
 // the pending product P·Qᵀ of the last step, adds the gradient, and, while the rows are in the
-// cache, multiplies them with the vectors of Q into P. project_back reads M once, eight rows at a
-// time, and adds their multiples to the vectors of Q. product and subtract_product go over their
-// matrix once, four rows at a time, for which a load of Q's lines serves all. orthonormalize is
-// Gram-Schmidt, each vector twice, in float64.
+// cache, multiplies them with the vectors of Q, scaled, into P. project_back reads M once, eight
+// rows at a time, and adds their multiples to the vectors of Q. product and subtract_product go
+// over their matrix once, four rows at a time, for which a load of Q's lines serves all.
+// orthonormalize is Gram-Schmidt, each vector twice, in float64.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <type_traits>
+#include <vector>
 
 #include "lists.hpp"
 
@@ -183,14 +185,20 @@ HC_INLINE void subtract_product_pass(float* x, const float* p, const float* q, s
         std::memcpy(x + i, &kept, 4 * count);
     });
 }
-HC_INLINE void product_pass(float* out, const float* p, const float* q, std::size_t n,
+HC_INLINE bool product_pass(float* out, const float* p, const float* q, std::size_t n,
                             std::size_t m, std::size_t rank, float scale) {
     const std::size_t ahead = std::max(kHeight * m, kRowsAhead);
-    multiply(p, q, n, m, rank, [=](std::size_t i, const Lanes& product, auto count) HC_HOT {
+    WordLanes peaks{};
+    multiply(p, q, n, m, rank, [&](std::size_t i, const Lanes& product, auto count) HC_HOT {
         HC_FETCH(out + i + ahead);
         const Lanes scaled = product * scale;
         std::memcpy(out + i, &scaled, 4 * count);
+        WordLanes b;
+        std::memcpy(&b, &scaled, sizeof b);
+        b &= 0x7fffffffu;
+        peaks = peaks > b ? peaks : b;
     });
+    return largest_of(peaks) < kInfinity;
 }
 
 // The dot product, and x += factor · y.
@@ -220,15 +228,19 @@ struct Dimensions {
     }
 };
 
-bool project(const Floats& grad, Floats& residual, const Floats& q, Floats& p,
-             const std::optional<Floats>& pending, std::size_t rank) {
-    const Dimensions is(length(residual, "residual"), length(p, "p"), length(q, "q"), rank);
-    same_length(length(grad, "grad"), length(residual, "residual"), "grad and residual");
-    if (pending) same_length(length(*pending, "pending"), length(q, "q"), "pending and q");
+void project(const Floats& grad, Floats& residual, const Floats& q, Floats& p, std::size_t rank,
+             bool pending, double length) {
+    const Dimensions is(hc::length(residual, "residual"), hc::length(p, "p"), hc::length(q, "q"),
+                        rank);
+    same_length(hc::length(grad, "grad"), hc::length(residual, "residual"), "grad and residual");
     float *x = residual.mutable_data(), *to = p.mutable_data();
-    const float *g = grad.data(), *from = q.data(), *last_q = pending ? pending->data() : nullptr;
+    const float *g = grad.data(), *last = q.data();
     py::gil_scoped_release release;
-    return dispatch<project_pass>(g, x, from, to, last_q, is.n, is.m, rank);
+    std::vector<float> scaled(last, last + rank * is.m);
+    for (float& each : scaled) each = static_cast<float>(each / length);
+    if (!dispatch<project_pass>(g, x, scaled.data(), to, pending ? last : nullptr, is.n, is.m,
+                                rank))
+        std::fill(to, to + rank * is.n, std::numeric_limits<float>::quiet_NaN());
 }
 
 void project_back(const Floats& residual, const Floats& p, Floats& q, std::size_t rank) {
@@ -247,19 +259,24 @@ void subtract_product(Floats& residual, const Floats& p, const Floats& q, std::s
     dispatch<subtract_product_pass>(x, left, right, is.n, is.m, rank);
 }
 
-void product(const Floats& p, const Floats& q, Floats& out, std::size_t rank, float scale) {
+bool product(const Floats& p, const Floats& sums, Floats& q, Floats& out, std::size_t rank,
+             float scale, float size) {
     const Dimensions is(length(out, "out"), length(p, "p"), length(q, "q"), rank);
-    float* to = out.mutable_data();
-    const float *left = p.data(), *right = q.data();
+    same_length(length(sums, "sums"), length(q, "q"), "sums and q");
+    float *to = out.mutable_data(), *right = q.mutable_data();
+    const float *left = p.data(), *total = sums.data();
     py::gil_scoped_release release;
-    dispatch<product_pass>(to, left, right, is.n, is.m, rank, scale);
+    for (std::size_t i = 0; i < rank * is.m; ++i) right[i] = total[i] / size;
+    return dispatch<product_pass>(to, left, right, is.n, is.m, rank, scale);
 }
 
-void orthonormalize(Floats& p, std::size_t rank) {
+void orthonormalize(const Floats& sums, Floats& p, std::size_t rank) {
     const std::size_t size = length(p, "p");
     if (rank == 0 || size % rank) throw std::invalid_argument("p holds `rank` vectors");
+    same_length(length(sums, "sums"), size, "sums and p");
     const std::size_t n = size / rank;
-    float* vectors = p.mutable_data();
+    const float* vectors = sums.data();
+    float* to = p.mutable_data();
     py::gil_scoped_release release;
     std::vector<double> all(vectors, vectors + size);
     for (std::size_t k = 0; k < rank; ++k) {
@@ -273,8 +290,7 @@ void orthonormalize(Floats& p, std::size_t rank) {
             }
         const double left = std::sqrt(dispatch<dot>(vector, vector, n)),
                      factor = left > 1e-6 * before ? 1 / left : 0;
-        for (std::size_t i = 0; i < n; ++i)
-            vectors[k * n + i] = static_cast<float>(vector[i] *= factor);
+        for (std::size_t i = 0; i < n; ++i) to[k * n + i] = static_cast<float>(vector[i] *= factor);
     }
 }
 
@@ -282,14 +298,15 @@ void orthonormalize(Floats& p, std::size_t rank) {
 
 void bind(py::module_& m) {
     m.def("project", for_lists(&project), arg("grad"), arg("residual"), arg("q"), arg("p"),
-          arg("pending"), py::kw_only(), arg("rank"));
+          py::kw_only(), arg("rank"), arg("pending"), arg("length"));
     m.def("project_back", for_lists(&project_back), arg("residual"), arg("p"), arg("q"),
           py::kw_only(), arg("rank"));
     m.def("subtract_product", for_lists(&subtract_product), arg("residual"), arg("p"), arg("q"),
           py::kw_only(), arg("rank"));
-    m.def("product", for_lists(&product), arg("p"), arg("q"), arg("out"), py::kw_only(),
-          arg("rank"), arg("scale"));
-    m.def("orthonormalize", for_lists(&orthonormalize), arg("p"), py::kw_only(), arg("rank"));
+    m.def("product", for_lists(&product), arg("p"), arg("sums"), arg("q"), arg("out"),
+          py::kw_only(), arg("rank"), arg("scale"), arg("size"));
+    m.def("orthonormalize", for_lists(&orthonormalize), arg("sums"), arg("p"), py::kw_only(),
+          arg("rank"));
 }
 
 }  // namespace hc::lowrank

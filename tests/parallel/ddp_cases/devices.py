@@ -13,7 +13,7 @@ from horovod_compress import ddp, kernels
 from .told import Holder, told
 
 CASES, case = registry()
-# Those whose results on devices are the host's to the last bit.
+# Those whose results on devices are the host's to the last bit, or of powersgd to rounding.
 SPECS = (
     "none",
     "fp16",
