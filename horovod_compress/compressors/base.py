@@ -8,6 +8,7 @@ import zlib
 from abc import ABC
 from typing import (
     Any,
+    Callable,
     ClassVar,
     Dict,
     Generator,
@@ -120,7 +121,7 @@ class Traits(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Compressor(ABC):  # noqa: B024
+class Compressor(ABC):
     """One algorithm with its options. Options are attributes, repr is a valid constructor call, and
     equality compares options.
 
@@ -137,6 +138,10 @@ class Compressor(ABC):  # noqa: B024
     traits: ClassVar[Traits] = Traits()
     # What the arrays of the state are, by name.
     roles: ClassVar[Dict[str, Role]] = {}
+    # Of one tensor, beside those of a group: a class overrides one of each pair.
+    encode_dense: ClassVar[Callable[..., Any]]
+    accumulate: ClassVar[Callable[..., Any]]
+    decode_dense: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -232,23 +237,33 @@ class Compressor(ABC):  # noqa: B024
         in which payloads have equal sizes."""
         return index if type(self).payload_bits is not Compressor.payload_bits else None
 
-    def encode_dense(self, grad: np.ndarray, state: OwnState, step: Step) -> Encoding:
-        """The residual plus the gradient, as a ToReducer payload. The exchange calls this instead
-        of `encode` where gathered payloads would move more bytes."""
-        state.all_sent = True
-        self.apply_pending(state)
-        residual = self.residual(state)
-        if residual is not None:
-            finite = self.accumulate(grad, state, step)
-            np.copyto(grad, residual)
-            if not finite:
-                grad[0] = np.nan
-        return ToReducer(grad)
+    def encode_dense_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[OwnState], steps: Sequence[Step]
+    ) -> Encodings:
+        """The residuals plus the gradients, as ToReducer payloads. The exchange calls this instead
+        of `encode_all` where gathered payloads would move more bytes."""
+        for state in states:
+            state.all_sent = True
+            self.apply_pending(state)
+        residuals: Any = [self.residual(state) for state in states]
+        if residuals[0] is None:
+            return [ToReducer(grad) for grad in grads]
 
-    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        """Adds the finite elements of the gradient to the residual and leaves the gradient zero.
-        Returns whether all were finite."""
-        return accumulate_all([grad], [self.residual(state)], step.scale)[0]
+        def sent(finite: Sequence[bool]) -> List[ToReducer]:
+            for grad, residual, is_finite in zip(grads, residuals, finite):
+                np.copyto(grad, residual)
+                if not is_finite:
+                    grad[0] = np.nan
+            return [ToReducer(grad) for grad in grads]
+
+        return kernels.then(self.accumulate_all(grads, states, steps), sent)
+
+    def accumulate_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Sequence[bool]:
+        """Adds the finite elements of gradients to the residuals and leaves the gradients zero.
+        Returns of each whether all were finite."""
+        return add_to_residuals(grads, [self.residual(state) for state in states], steps[0].scale)
 
     def forget_sent(self, state: OwnState) -> None:
         """Clears the residual, after a dense step that succeeded."""
@@ -276,14 +291,6 @@ class Compressor(ABC):  # noqa: B024
         """Decodes sums of tensors as `decode` does each of them."""
         return [self.decode(*each, scale) for each in zip(summed, outs, states, steps)]
 
-    def decode_dense(
-        self, reduced: np.ndarray, out: np.ndarray, state: OwnState, scale: float
-    ) -> bool:
-        """Writes the reduced ToReducer payload, times scale, into `out`, which may be the same
-        array; `decode_dense_all` does so for tensors that come together. A class overrides one of
-        them. Returns whether that is finite."""
-        return Compressor.decode_dense_all(self, [reduced], [out], [state], scale)[0]
-
     def decode_dense_all(
         self,
         reduced: Sequence[np.ndarray],
@@ -291,7 +298,8 @@ class Compressor(ABC):  # noqa: B024
         states: Sequence[OwnState],
         scale: float,
     ) -> List[bool]:
-        """Writes reduced ToReducer payloads, of one type, as `decode_dense` does each of them."""
+        """Writes reduced ToReducer payloads, of one type, times scale, into `outs`, which may be
+        the same arrays. Returns of each whether that is finite."""
         return decode_dense(reduced, outs, scale)
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
@@ -331,6 +339,9 @@ class Compressor(ABC):  # noqa: B024
         next `encode`."""
 
 
+complete(Compressor)
+
+
 def scale_all(grads: Sequence[np.ndarray], factor: float) -> None:
     """Multiplies gradients by a factor, in place."""
     if factor != 1:
@@ -338,13 +349,13 @@ def scale_all(grads: Sequence[np.ndarray], factor: float) -> None:
             grad *= np.float32(factor)
 
 
-def accumulate_all(
+def add_to_residuals(
     grads: Sequence[np.ndarray], residuals: Sequence[Optional[np.ndarray]], scale: float
-) -> List[bool]:
+) -> Sequence[bool]:
     """Adds to residuals the finite elements of gradients, times scale, and leaves the gradients
     zero. Returns of each whether all were finite."""
     added = kernels.of(grads[0]).add_to_residual(grads, None, residuals, scale=scale)
-    return [finite for _, finite in added]
+    return kernels.then(added, lambda found: [finite for _, finite in found])
 
 
 def decode_dense(

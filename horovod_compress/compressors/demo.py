@@ -83,9 +83,12 @@ class DeMo(SelectiveCompressor):
             state.rollbacks = [Rollback("residual", None, payload.body)]
         return payloads
 
-    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        state.arrays["residual"] *= np.float32(self.decay)
-        return super().accumulate(grad, state, step)
+    def accumulate_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Sequence[bool]:
+        for state in states:
+            state.arrays["residual"] *= np.float32(self.decay)
+        return super().accumulate_all(grads, states, steps)
 
     def add_all(
         self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float

@@ -145,17 +145,20 @@ class DGC(TopK):
         masks = [masking and (step.lr is None or not step.frozen) for step in steps]
         return self.select(grads, states, steps, self.m, bool(self.nesterov), masks)
 
-    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        self.apply_pending(state)
-        ((_, finite),) = kernels.of(grad).add_to_residual(
-            [grad],
-            [state.arrays["u"]] if self.m else None,
-            [state.arrays["v"]],
+    def accumulate_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Sequence[bool]:
+        for state in states:
+            self.apply_pending(state)
+        added = kernels.of(grads[0]).add_to_residual(
+            grads,
+            [state.arrays["u"] for state in states] if self.m else None,
+            [state.arrays["v"] for state in states],
             momentum=self.m,
             nesterov=bool(self.nesterov),
-            scale=step.scale,
+            scale=steps[0].scale,
         )
-        return finite
+        return kernels.then(added, lambda found: [finite for _, finite in found])
 
 
 @dataclasses.dataclass

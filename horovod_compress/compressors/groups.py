@@ -17,6 +17,12 @@ _OF_GROUP: Dict[str, Callable[[Method], Method]] = {
     "encode": lambda group: (
         lambda self, grad, state, step: only(group(self, [grad], [state], [step]))
     ),
+    "encode_dense": lambda group: (
+        lambda self, grad, state, step: only(group(self, [grad], [state], [step]))
+    ),
+    "accumulate": lambda group: (
+        lambda self, grad, state, step: only(group(self, [grad], [state], [step]))
+    ),
     "pack": lambda group: (
         lambda self, grad, residual, state, step: only(
             group(self, [grad], [residual], [state], [step])
@@ -95,7 +101,7 @@ def _lockstep(encodings: Sequence[Any]) -> Generator[Any, Any, List[Any]]:
             encodings[i].close()
 
 
-def only(encodings: Encodings) -> Any:
+def only(encodings: Any) -> Any:
     """The result of a group of one tensor, as that tensor's method returns it."""
     return encodings[0] if isinstance(encodings, (list, Late)) else _only(encodings)
 

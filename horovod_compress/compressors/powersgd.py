@@ -101,8 +101,8 @@ class PowerSGD(SelectiveCompressor):
     ) -> Asking[List[Allreduce]]:
         if steps[0].index < self.start_step:
             # The residual has it too, until the step has succeeded.
-            dense: Any = [self.encode_dense(*each) for each in zip(grads, states, steps)]
-            return [Allreduce(each.array) for each in dense]
+            dense: Any = self.encode_dense_all(grads, states, steps)
+            return kernels.then(dense, lambda found: [Allreduce(each.array) for each in found])
         kernel, ranks = kernels.of(grads[0]), [state.rank for state in states]
         residuals = [state.arrays["residual"] for state in states]
         ps, qs = [state.p for state in states], [state.q for state in states]

@@ -107,9 +107,12 @@ class ErrorFeedback(GatheringCompressor):
             state.rollbacks.append(Rollback("residual", None, payload.body))
         return payloads
 
-    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
-        grow(state.arrays["residual"], self.growth(state, step))
-        return super().accumulate(grad, state, step)
+    def accumulate_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Sequence[bool]:
+        for state, step in zip(states, steps):
+            grow(state.arrays["residual"], self.growth(state, step))
+        return super().accumulate_all(grads, states, steps)
 
     def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
         """Adds the gradient to the residual, leaves the gradient zero, encodes the payload and

@@ -94,23 +94,30 @@ class Variance(GatheringCompressor):
 
         return kernels.then(payloads, noted)
 
-    def accumulate(self, grad: np.ndarray, state: State, step: Step) -> bool:
+    def accumulate_all(
+        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+    ) -> Sequence[bool]:
         # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the
         # same, and are restored.
-        r, v = state.arrays["r"], state.arrays["v"]
-        (encoded,) = kernels.of(grad).encode_variance(
-            [grad],
-            _squares([grad], [step]),
-            [r],
-            [v],
+        rs, vs = ([state.arrays[key] for state in states] for key in ("r", "v"))
+        payloads = kernels.of(grads[0]).encode_variance(
+            grads,
+            _squares(grads, steps),
+            rs,
+            vs,
             alpha=LARGEST,
             zeta=self.zeta,
             tau=0.0,
             error_feedback=False,
         )
-        indices, before = encoded.undo
-        r[indices], v[indices] = before
-        return encoded.finite
+
+        def restored(payloads: Sequence[kernels.Encoded]) -> List[bool]:
+            for r, v, payload in zip(rs, vs, payloads):
+                indices, before = payload.undo
+                r[indices], v[indices] = before
+            return [payload.finite for payload in payloads]
+
+        return kernels.then(payloads, restored)
 
     def forget_sent(self, state: State) -> None:
         super().forget_sent(state)

@@ -58,10 +58,8 @@ def group_step(
             steps = with_fields(steps, scale=step.scale * factor)
         states = [tensor.state for tensor in tensors]
         alike = group.follow(tensors, grads)
-        payloads = (
-            _call(tensors, False, "encode_dense", grads, states, steps)
-            if step.dense
-            else _call(tensors, alike, "encode", grads, states, steps)
+        payloads = _call(
+            tensors, alike, "encode_dense" if step.dense else "encode", grads, states, steps
         )
         if isinstance(payloads, GeneratorType):
             payloads = yield from _rounds(group, tensors, payloads, step.size)

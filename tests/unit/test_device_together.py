@@ -38,6 +38,8 @@ SPECS = [
     "dgc:ratio=0.05",
     pytest.param("dgc:ratio=0.05,momentum=0", marks=pytest.mark.extended),
     pytest.param("dgc:ratio=0.05,masking=false,clip_norm=1", marks=pytest.mark.extended),
+    # Goes dense.
+    "dgc:ratio=1",
     pytest.param("topk:ratio=0.05,values=2bit", marks=pytest.mark.extended),
     "topk:k=3,chunk=64,decay=0.9",
     "adacomp",

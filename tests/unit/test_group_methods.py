@@ -49,6 +49,9 @@ class Alone:
     def encode_all(self, *lists):
         return [answered(self._compressor.encode(*each)) for each in zip(*lists)]
 
+    def encode_dense_all(self, *lists):
+        return [answered(self._compressor.encode_dense(*each)) for each in zip(*lists)]
+
     def add_all(self, bodies, outs, scale):
         return [self._compressor.add(*each, scale) for each in zip(bodies, outs)]
 
@@ -74,8 +77,7 @@ def history(compressor, methods):
         if index == 1:
             grads[2][5] = np.nan
         if index == 3:
-            each = zip(grads, states, steps)
-            payloads = [answered(compressor.encode_dense(*its)) for its in each]
+            payloads = answered(methods.encode_dense_all(grads, states, steps))
         else:
             payloads = answered(methods.encode_all(grads, states, steps))
         if isinstance(payloads[0], Encoded):

@@ -229,14 +229,15 @@ def _chosen_alike(taken: bool, calls: List[_Update]) -> Sequence[_Entries]:
     maxima = torch.empty(of_lines, dtype=torch.int32, device=device)
     launches.launch(programs.advance, table, bins, maxima, KIND=kind, BASED=based)
     if not calls[0].narrowed:
-        peaks = launches.landing(bins[:, programs.PEAK])
-        return then(
-            _of_all(calls),
-            lambda found: [
+        peaks, chosen = launches.landing(bins[:, programs.PEAK]), _of_all(calls)
+
+        def judged(found: Sequence[_Entries]) -> List[_Entries]:
+            return [
                 entries._replace(finite=peak < launches.TOO_LARGE)
                 for entries, peak in zip(found, peaks().tolist())
-            ],
-        )
+            ]
+
+        return Late(lambda: then(chosen, judged))
     search = functools.partial(launches.launch, BLOCK=launches.SEARCHED, TILE=_TILE)
     for stage in (1, 2, 3):
         search(programs.narrow, table, bins, maxima, STAGE=stage)
