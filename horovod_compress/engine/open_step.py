@@ -121,15 +121,12 @@ class OpenStep:
         return [pending for pending in self._at(FILLING) if pending.come]
 
     def _squared_norm(self, norms: List[Pending]) -> float:
-        # By place.
-        grads: Dict[Any, Dict[str, Any]] = {}
-        for pending in norms:
-            for tensor, grad in zip(pending.tensors, pending.request.grads):
-                grads.setdefault(getattr(grad, "device", None), {})[tensor.name] = grad
-        squares: Dict[str, float] = {}
-        for named in grads.values():
-            its = list(named.values())
-            squares.update(zip(named, kernels.of(its[0]).squared_norm(its)))
+        grads = {
+            tensor.name: grad
+            for pending in norms
+            for tensor, grad in zip(pending.tensors, pending.request.grads)
+        }
+        squares = dict(zip(grads, kernels.squared_norms(list(grads.values()))))
         # In the order in which tensors came.
         return sum(squares[name] for name in self.submitted if name in squares)
 

@@ -18,11 +18,10 @@ from typing import (
     NamedTuple,
     Optional,
     Sequence,
+    Tuple,
     Union,
     cast,
 )
-
-import numpy as np
 
 from .. import kernels
 from ..compressors.base import Compressor, Step
@@ -79,7 +78,8 @@ class Recorder(Extension):
             )
         self._driver, self._to, self._every, self._by_tensor = driver, to, every, by_tensor
         self._before = self._totals()
-        # Of the recorded step's gradients, by tensor.
+        # Of the recorded step's gradients: the tensors of each group, and their squared norms.
+        self._begun: Dict[str, Tuple[Sequence[Tensor], Sequence[float]]] = {}
         self._squares: Dict[str, float] = {}
         self._growth = Growth()
         self._warned = False
@@ -94,9 +94,14 @@ class Recorder(Extension):
     def begin(
         self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
     ) -> Sequence[Step]:
-        for tensor, grad, step in zip(tensors, grads, steps):
-            gradient = grad if step.base is None else grad - step.base
-            self._squares[tensor.name] = _squared_norm(gradient) * step.scale**2
+        gradients = [
+            grad if step.base is None else grad - step.base for grad, step in zip(grads, steps)
+        ]
+        squares = kernels.then(
+            kernels.squared_norms(gradients),
+            lambda found: [its * steps[0].scale ** 2 for its in found],
+        )
+        self._begun[tensors[0].name] = tensors, squares
         return steps
 
     def step_ended(self) -> None:
@@ -111,6 +116,10 @@ class Recorder(Extension):
         totals = self._totals()
         if totals["steps"] == self._before["steps"]:  # it was recorded
             return
+        self._squares = {
+            tensor.name: its for begun in self._begun.values() for tensor, its in zip(*begun)
+        }
+        self._begun.clear()
         record: Any = {
             "format": FORMAT,
             "step": step,
@@ -122,7 +131,6 @@ class Recorder(Extension):
         }
         if self._by_tensor:
             record["tensors"] = {t.name: self._of_tensor(t) for t in driver.tensors}
-        self._squares.clear()
         try:
             self._write(record)
             self._before = totals
@@ -155,16 +163,14 @@ class Recorder(Extension):
         counted = {key: now[key] - before.get(key, 0) for key in keys}
         gradients = [self._squares[t.name] for t in tensors if t.name in self._squares]
         residuals = [
-            _squared_norm(residual)
-            for residual in (tensor.residual for tensor in tensors)
-            if residual is not None
+            residual for residual in (its.residual for its in tensors) if residual is not None
         ]
         sent = counted["bytes_sent"]
         return {
             **counted,
             "ratio": counted["dense_bytes"] / sent if sent else None,
             "gradient_norm": _root(gradients),
-            "residual_norm": _root(residuals),
+            "residual_norm": _root(kernels.squared_norms(residuals)),
         }
 
     def _write(self, record: Record) -> None:
@@ -291,14 +297,7 @@ class Growth:
         return True
 
 
-def _squared_norm(array: np.ndarray) -> float:
-    # Kernels know no float64.
-    if array.dtype == np.float64:
-        return float(np.dot(array, array))
-    return kernels.of(array).squared_norm([array])[0]
-
-
-def _root(squares: List[float]) -> Optional[float]:
+def _root(squares: Sequence[float]) -> Optional[float]:
     total = sum(squares)
     return math.sqrt(total) if squares and math.isfinite(total) else None
 

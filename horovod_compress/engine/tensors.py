@@ -148,12 +148,10 @@ class Tensors:
 
     def stats(self, totals: Dict[str, float]) -> Stats:
         """As of `Driver.stats`, with these totals."""
-        residuals = [tensor.residual for tensor in self]
-        squares = sum(
-            kernels.of(residual).squared_norm([residual])[0]
-            for residual in residuals
-            if residual is not None
-        )
+        residuals = [
+            residual for residual in (its.residual for its in self) if residual is not None
+        ]
+        squares = sum(kernels.squared_norms(residuals))
         dense, sent = totals["dense_bytes"], totals["bytes_sent"]
         computed = {
             "ratio": dense / sent if sent else 1.0,

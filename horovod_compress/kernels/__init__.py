@@ -20,13 +20,14 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import Any, List, Sequence
 
 import numpy as np
 
 from . import reference
 from .encoded import HEADROOM, Encoded, new_body
 from .late import Late, then
+from .lists import in_groups
 from .reference.quantization import word_dtype
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "new_body",
     "of",
     "serves",
+    "squared_norms",
     "then",
     "word_dtype",
 ]
@@ -95,6 +97,17 @@ def serves(device_type: str) -> bool:
         device_type == ("cpu" if _wanted == "device" else "cuda")
         and importlib.util.find_spec("triton") is not None
     )
+
+
+def squared_norms(arrays: Sequence[Any]) -> Sequence[float]:
+    """Of each array Σ x², whatever their places and types of float are."""
+
+    def alike(its: List[Any]) -> Sequence[float]:
+        # Kernels know no float64.
+        wide = its[0].dtype == np.float64
+        return [float(np.dot(x, x)) for x in its] if wide else of(its[0]).squared_norm(its)
+
+    return in_groups(arrays, lambda x: (getattr(x, "device", None), x.dtype), alike)
 
 
 def beside(array: Any, other: Any) -> Any:

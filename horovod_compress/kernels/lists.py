@@ -1,7 +1,10 @@
 """Kernels of one tensor, for lists of tensors: the grammar of all kernels that steps call."""
 
+import collections
 import functools
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, Sequence, Tuple
+
+from .late import Late
 
 
 def by_tensor(
@@ -41,3 +44,26 @@ def for_lists(kernel: Callable[..., Any]) -> Callable[..., List[Any]]:
         return [kernel(*its, **own) for its, own in by_tensor(arrays, options)]
 
     return call
+
+
+def in_groups(
+    calls: Sequence[Any],
+    key: Callable[[Any], Hashable],
+    launched: Callable[[List[Any]], Sequence[Any]],
+) -> Sequence[Any]:
+    """The results of `launched` for calls with the same key, in the order of the calls."""
+    groups: Dict[Hashable, List[int]] = collections.defaultdict(list)
+    for number, call in enumerate(calls):
+        groups[key(call)].append(number)
+    if len(groups) == 1:
+        return launched(list(calls))
+    found = [launched([calls[number] for number in numbers]) for numbers in groups.values()]
+
+    def in_order() -> List[Any]:
+        results: List[Any] = [None] * len(calls)
+        for numbers, its in zip(groups.values(), found):
+            for number, result in zip(numbers, its):
+                results[number] = result
+        return results
+
+    return Late(in_order) if any(isinstance(its, Late) for its in found) else in_order()

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from horovod_compress import get_compressor  # noqa: E402
 from horovod_compress.engine.lockstep import make_ranks  # noqa: E402
+from horovod_compress.engine.recording import Recorder  # noqa: E402
 from horovod_compress.kernels.device import DeviceArray, launches  # noqa: E402
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +57,7 @@ class Counted(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def steps_of(spec, tensors, patching, gathers_on_device=False):
+def steps_of(spec, tensors, patching, gathers_on_device=False, recorded=False):
     """Of a second step, whose tables are on the device, what is counted in backward, until all is
     sent, until results are there, and until the step has ended."""
     for cached in (launches._blocks, launches._table):
@@ -65,6 +66,8 @@ def steps_of(spec, tensors, patching, gathers_on_device=False):
     transport.gathers_on_device = gathers_on_device
     shapes = {f"t{i}": [(1100,), (40, 50), (7,)][i % 3] for i in range(tensors)}
     (exchange,) = make_ranks(get_compressor(spec), shapes, [transport])
+    if recorded:
+        exchange.features["record"] = Recorder(exchange, lambda record: None, every=1)
     grads = {
         name: DeviceArray(torch.zeros(int(np.prod(its)), device=WHERE))
         for name, its in shapes.items()
@@ -124,6 +127,11 @@ def test_backward_never_waits_for_a_device(spec, monkeypatch):
     assert not backward.get("waits") and not brought.get("waits")
     assert sent.get("waits", 0) == waits and ended == {"waits": brought["copies back"]}
     assert sum(part.get("copies to it", 0) for part in found) <= 8, found
+
+
+def test_norms_of_a_recorded_step_are_read_when_it_ends(monkeypatch):
+    backward, *_ = steps_of("dgc", 3, monkeypatch, recorded=True)
+    assert backward["copies back"] > 1 and not backward.get("waits")
 
 
 def test_where_ranks_gather_on_the_device_nothing_waits(monkeypatch):

@@ -16,12 +16,13 @@ import torch
 from .. import cpu
 from ..encoded import Encoded
 from ..late import Late, then
+from ..lists import in_groups
 from ..reference.dense import Float
 from . import launches
 from .array import DeviceArray
 from .programs import adaptive as programs
 from .selection import put
-from .shared import in_groups, kernel, same_length, starts_of, within_limits
+from .shared import kernel, same_length, starts_of, within_limits
 
 
 class _Marks:

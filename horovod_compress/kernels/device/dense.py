@@ -4,10 +4,11 @@ from typing import Any, List, Sequence
 
 import torch
 
+from ..lists import in_groups
 from . import launches
 from .array import DeviceArray
 from .programs import dense as programs
-from .shared import in_groups, kernel, same_length
+from .shared import kernel, same_length
 
 
 @kernel

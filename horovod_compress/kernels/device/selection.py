@@ -20,11 +20,12 @@ import torch
 from .. import cpu
 from ..encoded import Encoded
 from ..late import Late, then
+from ..lists import in_groups
 from . import launches
 from .array import DeviceArray
 from .frames import Frame
 from .programs import selection as programs
-from .shared import in_groups, kernel, same_length, starts_of, within_limits
+from .shared import kernel, same_length, starts_of, within_limits
 
 # Lines of a tile.
 _TILE = launches.BLOCK // programs.LINE

@@ -4,11 +4,10 @@ import collections
 import functools
 import inspect
 import itertools
-from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence
+from typing import Any, Callable, Hashable, List, Optional, Sequence
 
 from .. import reference
-from ..late import Late
-from ..lists import by_tensor
+from ..lists import by_tensor, in_groups
 from .array import DeviceArray
 
 
@@ -47,29 +46,6 @@ def _arguments_of(name: str) -> Callable[..., Any]:
     # Behind the first that may be left out a named tuple has defaults for all.
     defaults = [None if each.default is each.empty else each.default for each in optional]
     return collections.namedtuple(name, [each.name for each in parameters], defaults=defaults)
-
-
-def in_groups(
-    calls: Sequence[Any],
-    key: Callable[[Any], Hashable],
-    launched: Callable[[List[Any]], Sequence[Any]],
-) -> Sequence[Any]:
-    """The results of `launched` for calls with the same key, in the order of the calls."""
-    groups: Dict[Hashable, List[int]] = collections.defaultdict(list)
-    for number, call in enumerate(calls):
-        groups[key(call)].append(number)
-    if len(groups) == 1:
-        return launched(list(calls))
-    found = [launched([calls[number] for number in numbers]) for numbers in groups.values()]
-
-    def in_order() -> List[Any]:
-        results: List[Any] = [None] * len(calls)
-        for numbers, its in zip(groups.values(), found):
-            for number, result in zip(numbers, its):
-                results[number] = result
-        return results
-
-    return Late(in_order) if any(isinstance(its, Late) for its in found) else in_order()
 
 
 def starts_of(counts: Sequence[int]) -> List[int]:
