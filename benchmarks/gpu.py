@@ -41,6 +41,7 @@ DEFAULT = [
     "variance",
     "maxnorm",
     "multiscale",
+    "powersgd",
     "fp16",
 ]
 # Steps that compile and touch new memory.

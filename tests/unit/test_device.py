@@ -281,6 +281,16 @@ def test_products_with_few_vectors_are_the_same_to_rounding(where, n, m, rank, b
 
 
 @on_device
+def test_sums_may_have_the_memory_of_their_mean(where):
+    """As those of a single tensor's q, which are summed in place."""
+    arguments = of_few_vectors(np.random.default_rng(0), 300, 5, 2)
+    p, q, out = (moved(arguments[key], where) for key in ("p", "q", "grad"))
+    assert One(p.kernels).product(p, q, q, out, rank=2, scale=0.5, size=3)
+    cpu.product(*(arguments[key] for key in ("p", "q", "q", "grad")), rank=2, scale=0.5, size=3)
+    np.testing.assert_allclose(np.asarray(out), arguments["grad"], rtol=1e-6)
+
+
+@on_device
 def test_vectors_become_orthonormal(where):
     there = One(moved(np.zeros(1, np.float32), where).kernels)
     assert_orthonormal(there, of=lambda array: moved(array, where))

@@ -103,7 +103,7 @@ COUNTS = {
     "maxnorm": ((1, 1, 2), 0),
     "maxnorm:norm=l2": ((0, 1, 2), 0),
     "multiscale": ((1, 3, 3), 0),
-    "powersgd:min_numel=0,min_rate=0": ((2, 7, 2), 0),
+    "powersgd:min_numel=0,min_rate=0": ((2, 7, 3), 0),
     # Dense, with a residual.
     "powersgd:start_step=9,min_numel=0,min_rate=0": ((1, 0, 1), 1),
     "bf16": ((1, 0, 1), 2),

@@ -122,10 +122,13 @@ def product(calls: List[Any]) -> Sequence[bool]:
     for call in calls:
         same_length(sums=call.sums, q=call.q)
     matrices = [_matrix_of(call.out, call.p, call.q, call.rank) for call in calls]
-    rows = [
-        (call.p.tensor, its, call.q.tensor, call.out.tensor, float(call.scale), float(call.size))
-        for call, its in zip(calls, _sums_of(calls, calls[0].q.device))
+    sums = _sums_of(calls, calls[0].q.device)
+    averaged = [
+        (call.q.size, its, call.q.tensor, float(call.size)) for call, its in zip(calls, sums)
     ]
+    # Before regions read q, because it may have the sums' memory.
+    launches.launch(programs.average, averaged, sums[0])
+    rows = [(call.p.tensor, call.q.tensor, call.out.tensor, float(call.scale)) for call in calls]
     return are_finite(_launch(programs.multiply, matrices, rows, start=launches.largest))
 
 

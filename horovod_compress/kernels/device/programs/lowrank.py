@@ -213,26 +213,28 @@ def find_turns(
 
 
 @triton.jit
-def multiply(table, owners, peaks, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """q ← sums/size, then out ← scale·P·Qᵀ. For its region: the largest magnitude.
+def average(table, owners, used, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """q ← sums/size, which may be the same memory.
 
-    p, sums, q, out, scale, size."""
+    sums, q, size."""
+    owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
+    sums = tl.load(floats(row, 0) + start + i, mask=inside, other=0.0)
+    tl.store(floats(row, 1) + start + i, tl.div_rn(sums, float_at(row, 2)), mask=inside)
+
+
+@triton.jit
+def multiply(table, owners, peaks, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """out ← scale·P·Qᵀ. For its region: the largest magnitude.
+
+    p, q, out, scale."""
     row, n, m, rank, below, beside = _region_of(table, owners, COLUMNS, BLOCK)
-    p, sums, q, out = floats(row, 0), floats(row, 1), floats(row, 2), floats(row, 3)
-    scale, size = float_at(row, 4), float_at(row, 5)
+    p, q, out, scale = floats(row, 0), floats(row, 1), floats(row, 2), float_at(row, 3)
     j = beside * _WIDE + tl.arange(0, _WIDE)
     peak = 0
     for chunk in range(0, min(_TALL, n - below * _TALL), CHUNK):
         i = below * _TALL + chunk + tl.arange(0, CHUNK)
         inside = (i < n)[:, None] & (j < m)[None, :]
-        found = tl.zeros([CHUNK, _WIDE], tl.float32)
-        for k in range(rank):
-            left = tl.load(p + k * n + i, mask=i < n, other=0.0)
-            right = tl.div_rn(tl.load(sums + k * m + j, mask=j < m, other=0.0), size)
-            if below + chunk == 0:
-                tl.store(q + k * m + j, right, mask=j < m)
-            found += left[:, None] * right[None, :]
-        found *= scale
+        found = _product(p, q, i, j, n, m, rank, CHUNK) * scale
         tl.store(out + i[:, None] * m + j[None, :], found, mask=inside)
         peak = tl.maximum(peak, tl.max(tl.max(tl.where(inside, magnitude_of(found), 0), 1), 0))
     tl.store(peaks + tl.program_id(0), peak)
