@@ -249,14 +249,10 @@ class Compressor(ABC):
         if residuals[0] is None:
             return [ToReducer(grad) for grad in grads]
 
-        def sent(finite: Sequence[bool]) -> List[ToReducer]:
-            for grad, residual, is_finite in zip(grads, residuals, finite):
-                np.copyto(grad, residual)
-                if not is_finite:
-                    grad[0] = np.nan
-            return [ToReducer(grad) for grad in grads]
-
-        return kernels.then(self.accumulate_all(grads, states, steps), sent)
+        finite = self.accumulate_all(grads, states, steps)
+        there = finite.there if isinstance(finite, kernels.Late) else None
+        leave = functools.partial(_leave_residuals, grads, residuals)
+        return kernels.then(finite, leave) if there is None else leave(there)
 
     def accumulate_all(
         self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
@@ -347,6 +343,21 @@ def scale_all(grads: Sequence[np.ndarray], factor: float) -> None:
     if factor != 1:
         for grad in grads:
             grad *= np.float32(factor)
+
+
+def _leave_residuals(
+    grads: Sequence[np.ndarray], residuals: Sequence[np.ndarray], finite: Any
+) -> List[ToReducer]:
+    """Payloads of residuals, in the gradients' memory, with a NaN in each that says that a gradient
+    was not finite. finite: of each whether it was, or an array on a device, of NaN or -0, which
+    changes no number."""
+    marks = finite
+    if isinstance(finite, list):
+        marks = np.where(finite, np.float32(-0.0), np.float32(np.nan))
+    for i, (grad, residual) in enumerate(zip(grads, residuals)):
+        np.copyto(grad, residual)
+        np.add(grad[:1], marks[i : i + 1], out=grad[:1])
+    return [ToReducer(grad) for grad in grads]
 
 
 def add_to_residuals(

@@ -13,25 +13,30 @@ from .options import Count, Number, option
 from .selective import SelectiveCompressor
 from .state import LOCAL, SHARED, State, zeros
 
-# After a step that was not finite vectors of Q are so many times shorter.
-_SHORTER = 2.0**40
+# Largest of those vectors of Q that are not shortened any more.
+_SHORT = 2.0**-40
+# More vectors make programs on a device spill.
+_MOST_ON_DEVICE = 64
 
 
 @dataclasses.dataclass
 class PowerSGDState(State):
     """rank is that of the factors. p and q are those of the open step, as concatenated vectors.
-    length is by what the last step's Q, in arrays, is divided where it is used, so that products
-    stay in range. pending says whether its product with p is still to be subtracted from the
-    residual. failed says whether the step after it was not finite. checked says that no vector of
-    it is zero."""
+    pending says whether the product of p and the last step's Q, in arrays, is still to be
+    subtracted from the residual. Where that Q is used it is divided by `length`, and times _SHORT
+    where it is `short`, so that products stay in range. largest are the largest magnitudes of its
+    vectors, None where they are not known."""
 
     rank: int = 0
     p: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
     q: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
-    length: float = 1.0
     pending: bool = False
-    failed: bool = False
-    checked: bool = False
+    length: float = 1.0
+    short: bool = False
+    largest: Optional[List[float]] = None
+
+    def replaced(self) -> None:
+        self.largest = None
 
     def follow(self, grad: Any) -> None:
         super().follow(grad)
@@ -72,6 +77,11 @@ class PowerSGD(SelectiveCompressor):
         Number(0), 2.0, "tensors that would shrink less than this many times go dense"
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank > _MOST_ON_DEVICE:
+            vars(self)["traits"] = self.traits._replace(on_device=False)
+
     def adapted(self, shape: Tuple[int, ...]) -> Optional["PowerSGD"]:
         n, m = matrix_of(shape, self.rank)
         return self if 0 < n * m >= self.min_rate * _factors(n, m, self.rank) else None
@@ -106,7 +116,7 @@ class PowerSGD(SelectiveCompressor):
         kernel, ranks = kernels.of(grads[0]), [state.rank for state in states]
         residuals = [state.arrays["residual"] for state in states]
         ps, qs = [state.p for state in states], [state.q for state in states]
-        self._renew([state for state in states if not state.checked], steps[0].index)
+        self._renew(states, steps[0].index)
         kernel.project(
             grads,
             residuals,
@@ -114,7 +124,7 @@ class PowerSGD(SelectiveCompressor):
             ps,
             rank=ranks,
             pending=[state.pending for state in states],
-            length=[state.length * (_SHORTER if state.failed else 1) for state in states],
+            length=[state.length / (_SHORT if state.short else 1) for state in states],
         )
         for state in states:
             state.pending = False
@@ -126,17 +136,20 @@ class PowerSGD(SelectiveCompressor):
 
     def _renew(self, states: Sequence[PowerSGDState], index: int) -> None:
         """Draws vectors of q anew that are zero and would stay so, their directions unused."""
+        unknown = [state for state in states if state.largest is None]
+        for state, largest in zip(unknown, _largest([(s.arrays["q"], s.rank) for s in unknown])):
+            state.largest = largest
         for state in states:
-            self.apply_pending(state)
-        vectors = [_vectors(state.arrays["q"], state.rank) for state in states]
-        for state, its, lengths in zip(states, vectors, _largest(vectors)):
-            key = self.key("fresh", state.name, index)
-            if 0 in lengths:
-                fresh = np.random.default_rng(key).standard_normal((len(its), len(its[0])), "f4")
-                for i, length in enumerate(lengths):
-                    if length == 0:
-                        np.copyto(its[i], fresh[i])
-            state.checked = True
+            lost = [i for i, largest in enumerate(state.largest or ()) if largest == 0]
+            if lost:
+                self.apply_pending(state)
+                last, key = state.arrays["q"], self.key("fresh", state.name, index)
+                vectors = _vectors(last, state.rank)
+                shape = state.rank, last.size // state.rank
+                fresh = np.random.default_rng(key).standard_normal(shape, np.float32)
+                for i in lost:
+                    np.copyto(vectors[i], fresh[i])
+                state.largest = None if state.largest is None else [x or 1.0 for x in state.largest]
 
     def decode_all(
         self,
@@ -158,15 +171,15 @@ class PowerSGD(SelectiveCompressor):
             scale=scale * size,
             size=size,
         )
-        lengths = _largest([_vectors(state.q, state.rank) for state in states])
+        factors = _largest([(state.q, state.rank) for state in states])
 
         def note(finite: Sequence[bool]) -> List[bool]:
-            for state, its, is_finite in zip(states, lengths, finite):
+            for state, largest, is_finite in zip(states, factors, finite):
                 if is_finite:
-                    state.sent = its
-                else:
+                    state.sent = largest
+                elif max(state.largest or (0.0,)) > _SHORT * state.length:
                     # With a shorter one the next sum may stay in range.
-                    state.failed = True
+                    state.short = True
             return list(finite)
 
         return kernels.then(finite, note)
@@ -174,9 +187,9 @@ class PowerSGD(SelectiveCompressor):
     def commit(self, state: PowerSGDState) -> None:
         if state.sent and max(state.sent) > 0:
             state.q, state.arrays["q"] = state.arrays["q"], state.q
+            state.pending, state.short, state.largest = True, False, state.sent
             # The lengths of vectors do not matter, and would overflow sooner or later.
-            state.length, state.pending, state.failed = max(state.sent), True, False
-            state.checked = min(state.sent) > 0
+            state.length = max(state.sent)
 
     def apply_pending(self, state: PowerSGDState) -> None:
         q = state.arrays["q"]
@@ -184,10 +197,14 @@ class PowerSGD(SelectiveCompressor):
             kernels.of(q).subtract_product(
                 [state.arrays["residual"]], [state.p], [q], rank=state.rank
             )
-        for factor in (state.length, _SHORTER if state.failed else 1):
-            if factor != 1:
-                np.divide(q, np.float32(factor), out=q)
-        state.length, state.pending, state.failed, state.checked = 1.0, False, False, False
+        if state.length != 1:
+            np.divide(q, np.float32(state.length), out=q)
+        if state.short:
+            np.multiply(q, np.float32(_SHORT), out=q)
+        if state.largest is not None:
+            factor = _SHORT if state.short else 1.0
+            state.largest = [largest / state.length * factor for largest in state.largest]
+        state.pending, state.length, state.short = False, 1.0, False
 
 
 def _vectors(factor: np.ndarray, rank: int) -> List[np.ndarray]:
@@ -196,14 +213,14 @@ def _vectors(factor: np.ndarray, rank: int) -> List[np.ndarray]:
     return [factor[i * length : (i + 1) * length] for i in range(rank)]
 
 
-def _largest(factors: Sequence[List[np.ndarray]]) -> Sequence[List[float]]:
-    """Of each factor the largest magnitudes of its vectors, late on a device."""
-    vectors = [vector for factor in factors for vector in factor]
+def _largest(factors: Sequence[Tuple[np.ndarray, int]]) -> Sequence[List[float]]:
+    """Of each factor, with its rank, the largest magnitudes of its vectors; late on a device."""
+    vectors = [vector for factor, rank in factors for vector in _vectors(factor, rank)]
     found = kernels.of(vectors[0]).max_abs(vectors) if vectors else []
 
     def by_factor(largest: Sequence[float]) -> List[List[float]]:
         each = iter(largest)
-        return [[next(each) for _ in factor] for factor in factors]
+        return [[next(each) for _ in range(rank)] for _, rank in factors]
 
     return kernels.then(found, by_factor)
 

@@ -67,6 +67,9 @@ class State:
     overflows: int = 0
     factor: float = 1.0
 
+    def replaced(self) -> None:
+        """Called when arrays have been written from elsewhere."""
+
     def follow(self, grad: Any) -> None:
         """Brings what is kept to where the gradient is, on the CPU or on a device."""
         for key, array in self.arrays.items():

@@ -109,10 +109,12 @@ def saved(
 def copies(
     arrays: Mapping[str, np.ndarray], memory: Mapping[str, np.ndarray]
 ) -> Dict[str, np.ndarray]:
-    """Copies of arrays, by name, each in the memory of that name where it is as long."""
+    """Copies of arrays, by name, each in the memory of that name where it is as long, and on the
+    same device."""
     copied = {}
     for key, array in arrays.items():
         fits = key in memory and memory[key].shape == array.shape
+        fits = fits and type(memory[key]) is type(array)
         copied[key] = memory[key] if fits else np.empty_like(array)
         np.copyto(copied[key], array)
     return copied
@@ -255,6 +257,7 @@ def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
             if key not in own:
                 own[key] = zeros(array.size)
             np.copyto(own[key], array)
+        tensor.state.replaced()
 
 
 def steps_of(state: Any) -> int:

@@ -22,7 +22,10 @@ class Snapshots(Extension):
     def begin(
         self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
     ) -> Sequence[Step]:
-        for tensor in tensors:
+        for tensor, grad in zip(tensors, grads):
+            if type(grad) is not np.ndarray:
+                # Else each step's copy would come to the CPU.
+                tensor.state.follow(grad)
             tensor.compressor.apply_pending(tensor.state)
             earlier = self._before.get(tensor.name, {})
             self._before[tensor.name] = copies(tensor.state.arrays, earlier)
@@ -39,6 +42,7 @@ class Snapshots(Extension):
         arrays = tensor.state.arrays
         for key, array in self._before[tensor.name].items():
             np.copyto(arrays.setdefault(key, np.empty_like(array)), array)
+        tensor.state.replaced()
 
 
 def discard(driver: Driver) -> None:

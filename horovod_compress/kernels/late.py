@@ -9,8 +9,9 @@ class Late(Sequence[Any]):
     finish: waits, and returns the results, or others that are late.
 
     Attributes:
-        there: the results as they are on the device, for transports that gather there; None where
-            they have to come to the CPU.
+        there: what stands for the results on the device: of payloads a frame, for transports that
+            gather there; of whether tensors are finite a number of each, -0 or NaN. None where they
+            have to come to the CPU.
     """
 
     there: Any = None
@@ -45,4 +46,8 @@ class Late(Sequence[Any]):
 
 def then(results: Sequence[Any], use: Callable[[Sequence[Any]], List[Any]]) -> Any:
     """Returns the list that `use` makes of results: now, or once late ones are there."""
-    return Late(lambda: then(results.take(), use)) if isinstance(results, Late) else use(results)
+    if not isinstance(results, Late):
+        return use(results)
+    used = Late(lambda: then(results.take(), use))
+    used.there = results.there
+    return used

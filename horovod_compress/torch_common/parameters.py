@@ -174,7 +174,7 @@ def places_of(
     """Where gradients of parameters are compressed: on ranks that gather on devices, those that
     differ in that would wait for each other; of some compressors the last bits depend on it, and on
     the kind of GPU."""
-    exactly = compressor.traits.same_kernels
+    exactly = compressor.traits.same_kernels and compressor.traits.on_device
     if not ranks.gathers_on_device and not exactly:
         return {}
     devices, places = {param.device for param in params}, set()

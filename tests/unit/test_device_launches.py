@@ -105,7 +105,7 @@ COUNTS = {
     "multiscale": ((1, 3, 3), 0),
     "powersgd:min_numel=0,min_rate=0": ((2, 7, 3), 0),
     # Dense, with a residual.
-    "powersgd:start_step=9,min_numel=0,min_rate=0": ((1, 0, 1), 1),
+    "powersgd:start_step=9,min_numel=0,min_rate=0": ((1, 0, 1), 0),
     "bf16": ((1, 0, 1), 2),
     "fp16": ((0, 0, 2), 0),
     "none": ((0, 0, 1), 0),
@@ -127,6 +127,27 @@ def test_backward_never_waits_for_a_device(spec, monkeypatch):
     assert not backward.get("waits") and not brought.get("waits")
     assert sent.get("waits", 0) == waits and ended == {"waits": brought["copies back"]}
     assert sum(part.get("copies to it", 0) for part in found) <= 8, found
+
+
+@pytest.mark.parametrize("spec", ["dgc:ratio=1", "topk:ratio=1"])
+def test_dense_steps_do_not_wait(spec, monkeypatch):
+    """The gradient that is not finite is marked on the device."""
+    exchanges = make_ranks(get_compressor(spec), {"a": (40, 50), "b": (30, 50)}, OnDevice.group(2))
+    for number in (1, np.inf):
+        grads = [torch.ones(2000, device=WHERE), torch.ones(1500, device=WHERE)]
+        grads[0][5] = number
+        with monkeypatch.context() as patch, Counted(patch.setattr) as counted:
+            carriers = [
+                exchange.submit(name, DeviceArray(grad.clone()))
+                for name, grad in zip("ab", grads)
+                for exchange in exchanges
+            ]
+        assert not counted.found["waits"]
+        first, *_, other = (np.asarray(carrier) for carrier in carriers)
+        assert first.size == 2000 and np.isfinite(other).all()
+        assert np.isfinite(first).all() == (number == 1)
+        for exchange in exchanges:
+            exchange.rollback()
 
 
 def test_norms_of_a_recorded_step_are_read_when_it_ends(monkeypatch):

@@ -117,11 +117,7 @@ def add_to_residual(calls: List[_Update]) -> Sequence[Tuple[np.ndarray, bool]]:
 def encode_topk(calls: List[_Update]) -> Sequence[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
     CPU, when the entries have come there."""
-    found = _chosen(calls, taken=True)
-    coded = then(found, functools.partial(_coded, calls))
-    if isinstance(found, Late):
-        coded.there = found.there
-    return coded
+    return then(_chosen(calls, taken=True), functools.partial(_coded, calls))
 
 
 def _coded(calls: List[_Update], found: Sequence[_Entries]) -> List[Encoded]:
@@ -238,7 +234,11 @@ def _chosen_alike(taken: bool, calls: List[_Update]) -> Sequence[_Entries]:
                 for entries, peak in zip(found, peaks().tolist())
             ]
 
-        return Late(lambda: then(chosen, judged))
+        late = Late(lambda: then(chosen, judged))
+        if not calls[0].k:
+            finite = bins[:, programs.PEAK] < launches.TOO_LARGE
+            late.there = DeviceArray(torch.where(finite, -0.0, float("nan")).float())
+        return late
     search = functools.partial(launches.launch, BLOCK=launches.SEARCHED, TILE=_TILE)
     for stage in (1, 2, 3):
         search(programs.narrow, table, bins, maxima, STAGE=stage)
