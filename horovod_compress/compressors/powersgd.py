@@ -25,7 +25,7 @@ class PowerSGDState(State):
     pending says whether the product of p and the last step's Q, in arrays, is still to be
     subtracted from the residual. Where that Q is used it is divided by `length`, and times _SHORT
     where it is `short`, so that products stay in range. largest are the largest magnitudes of its
-    vectors, None where they are not known."""
+    vectors, none where they are not known."""
 
     rank: int = 0
     p: np.ndarray = dataclasses.field(default_factory=lambda: zeros(0))
@@ -33,10 +33,10 @@ class PowerSGDState(State):
     pending: bool = False
     length: float = 1.0
     short: bool = False
-    largest: Optional[List[float]] = None
+    largest: List[float] = dataclasses.field(default_factory=list)
 
     def replaced(self) -> None:
-        self.largest = None
+        self.largest = []
 
     def follow(self, grad: Any) -> None:
         super().follow(grad)
@@ -136,11 +136,11 @@ class PowerSGD(SelectiveCompressor):
 
     def _renew(self, states: Sequence[PowerSGDState], index: int) -> None:
         """Draws vectors of q anew that are zero and would stay so, their directions unused."""
-        unknown = [state for state in states if state.largest is None]
+        unknown = [state for state in states if not state.largest]
         for state, largest in zip(unknown, _largest([(s.arrays["q"], s.rank) for s in unknown])):
             state.largest = largest
         for state in states:
-            lost = [i for i, largest in enumerate(state.largest or ()) if largest == 0]
+            lost = [i for i, largest in enumerate(state.largest) if largest == 0]
             if lost:
                 self.apply_pending(state)
                 last, key = state.arrays["q"], self.key("fresh", state.name, index)
@@ -149,7 +149,7 @@ class PowerSGD(SelectiveCompressor):
                 fresh = np.random.default_rng(key).standard_normal(shape, np.float32)
                 for i in lost:
                     np.copyto(vectors[i], fresh[i])
-                state.largest = None if state.largest is None else [x or 1.0 for x in state.largest]
+                state.largest = [largest or 1.0 for largest in state.largest]
 
     def decode_all(
         self,
@@ -177,7 +177,7 @@ class PowerSGD(SelectiveCompressor):
             for state, largest, is_finite in zip(states, factors, finite):
                 if is_finite:
                     state.sent = largest
-                elif max(state.largest or (0.0,)) > _SHORT * state.length:
+                elif max(state.largest, default=0) > _SHORT * state.length:
                     # With a shorter one the next sum may stay in range.
                     state.short = True
             return list(finite)
@@ -201,9 +201,8 @@ class PowerSGD(SelectiveCompressor):
             np.divide(q, np.float32(state.length), out=q)
         if state.short:
             np.multiply(q, np.float32(_SHORT), out=q)
-        if state.largest is not None:
-            factor = _SHORT if state.short else 1.0
-            state.largest = [largest / state.length * factor for largest in state.largest]
+        factor = _SHORT if state.short else 1.0
+        state.largest = [largest / state.length * factor for largest in state.largest]
         state.pending, state.length, state.short = False, 1.0, False
 
 
