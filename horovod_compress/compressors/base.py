@@ -248,7 +248,6 @@ class Compressor(ABC):
         residuals: Any = [self.residual(state) for state in states]
         if residuals[0] is None:
             return [ToReducer(grad) for grad in grads]
-
         finite = self.accumulate_all(grads, states, steps)
         there = finite.there if isinstance(finite, kernels.Late) else None
         leave = functools.partial(_leave_residuals, grads, residuals)

@@ -54,7 +54,13 @@ VARIANTS = {
     **dict.fromkeys(["multiply", "project", "subtract"], [{"CHUNK": 4, "BLOCK": 1}]),
     "project_back": [{"CHUNK": 4, "VECTORS": 4, "BLOCK": 1}],
     "turn": [
-        {"TURNS": turns, "COUNTS": counts, "RANK": rank, "TILE": 512 // rank, "BLOCK": 4096}
+        {
+            "TURNS": turns,
+            "COUNTS": counts,
+            "RANK": rank,
+            "TILE": 512 // rank,
+            "BLOCK": lowrank.TURNED,
+        }
         for turns, counts in ((False, True), (True, True), (True, False))
         for rank in (4, 8)
     ],

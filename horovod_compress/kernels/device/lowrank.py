@@ -110,8 +110,7 @@ def project_back(calls: List[Any]) -> List[None]:
         calls[0].q, [call.q.size * of.below for call, of in zip(calls, matrices)]
     )
     rows = [(call.residual.tensor, call.p.tensor, start) for call, start in zip(calls, starts)]
-    vectors = min(_VECTORS, _power_of_two(calls))
-    _launch(programs.project_back, matrices, rows, parts, VECTORS=vectors)
+    _launch(programs.project_back, matrices, rows, parts, VECTORS=_VECTORS)
     _add_parts(parts, starts, [call.q for call in calls], [of.below for of in matrices])
     return [None] * len(calls)
 
@@ -143,9 +142,9 @@ def subtract_product(calls: List[Any]) -> List[None]:
 
 @kernel
 def orthonormalize(calls: List[Any]) -> List[None]:
-    """As `kernels.reference.orthonormalize`, by elimination of the vectors' dot products, in
-    float64. Once is not orthogonal enough where vectors are nearly parallel, so it is done twice.
-    """
+    """As `kernels.reference.orthonormalize`, by CholeskyQR2: Gauss's elimination of the vectors'
+    dot products, in float64. Once is not orthogonal enough where vectors are nearly parallel, so it
+    is done twice."""
     for call in calls:
         same_length(sums=call.sums, p=call.p)
     device, rank = calls[0].p.device, _power_of_two(calls)
