@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional
 import numpy as np
 
 from ..compressors import Spec
-from ..engine.averaging import mean_of
+from ..engine.checkpoint import mean_of
 from ..engine.lockstep import Named
 from ..transport.loopback import Loopback
 from .gossip import Gossip, compressor_of_messages

@@ -20,9 +20,10 @@ import numpy as np
 from ..compressors.state import zeros
 from ..kernels.reference.dense import TOO_LARGE
 from ..protocol.handshake import AnyTransport, Words, agree, first_difference, gather, shown
-from .averaging import Arrays, mean_of, means_over_ranks
 from .tensor import Tensor
 
+# By tensor and array name.
+Arrays = Dict[str, Dict[str, np.ndarray]]
 Difference = Optional[Tuple[str, Any, Any]]
 _FORMAT = 1
 # As many of the ranks whose states are missing are named.
@@ -233,6 +234,19 @@ def refuse_not_finite(arrays: Arrays, of: str = "") -> None:
                 )
 
 
+def with_momentum(tensors: Iterable[Tensor], arrays: Arrays) -> Arrays:
+    """A state's arrays, with u of zeros where only the tensors have it. Where only the state has
+    it, the tensors get it."""
+    found = dict(arrays)
+    for tensor in tensors:
+        own, its = tensor.state.arrays.get("u"), arrays.get(tensor.name, {})
+        if "u" in its:
+            tensor.begin_momentum()
+        elif own is not None and tensor.name in arrays:
+            found[tensor.name] = {**its, "u": np.zeros(own.size, np.float32)}
+    return found
+
+
 def restore(tensors: Iterable[Tensor], arrays: Arrays) -> None:
     """Copies a state's arrays into the tensors'. ValueError, and nothing changed, where they do not
     fit."""
@@ -285,6 +299,52 @@ def refuse(difference: Difference) -> None:
             "For another number of ranks load the list of all "
             "ranks' states, or one that was saved with portable=True"
         )
+
+
+def mean_of(ranks: Sequence[Arrays]) -> Arrays:
+    """The mean over ranks. Sums are in float64, so that the mean of equal arrays is equal to the
+    last bit."""
+    return {
+        name: {
+            key: np.mean([arrays[name][key] for arrays in ranks], axis=0, dtype=np.float64).astype(
+                array.dtype
+            )
+            for key, array in named.items()
+        }
+        for name, named in ranks[0].items()
+    }
+
+
+def means_over_ranks(
+    arrays: Arrays,
+    transport: AnyTransport,
+    label: str,
+    counts: bool = True,
+    ranks: Optional[int] = None,
+) -> Arrays:
+    """The same as `mean_of`, with a collective. All ranks call it.
+
+    Args:
+        arrays: this rank's, with the same names and shapes on all ranks.
+        transport: adds up float64.
+        label: of this exchange.
+        counts: whether this rank's arrays are part of the mean.
+        ranks: how many ranks count; None: all.
+    """
+
+    def mean(name: str, array: np.ndarray) -> np.ndarray:
+        summed = transport.allreduce(
+            name, array.astype(np.float64) if counts else np.zeros(array.shape)
+        )()
+        return (summed / (ranks or transport.size)).astype(array.dtype)
+
+    # In the same order on all ranks, whatever the order in which they came to know tensors.
+    return {
+        name: {
+            key: mean(f"{label}.{name}.{key}", array) for key, array in sorted(arrays[name].items())
+        }
+        for name in sorted(arrays)
+    }
 
 
 def _joined(states: Sequence[Any], identity: Dict[str, Any]) -> Saved:

@@ -17,13 +17,11 @@ from ..compressors.base import Compressor
 from ..protocol.machine import Machine
 from ..transport.base import Transport
 from . import checkpoint
-from .carried import CarriedStep
 from .driver import Driver, Transaction
 from .features import Features
 from .group import Group, form
-from .momentum_schedule import matched
 from .open_step import OpenStep
-from .pending import DONE, FAILED
+from .pending import DONE, FAILED, CarriedStep
 
 _CARRIER = 4  # bytes of a single 1
 
@@ -209,7 +207,9 @@ class Exchange(Driver):
     def _continue_from(self, saved: checkpoint.Saved) -> None:
         self.arrays()
         tensors, arrays = self.tensors, saved.arrays
-        checkpoint.restore(tensors, matched(tensors, arrays) if self.follows_momentum else arrays)
+        if self.follows_momentum:
+            arrays = checkpoint.with_momentum(tensors, arrays)
+        checkpoint.restore(tensors, arrays)
         for tensor in tensors:
             tensor.dense_until = saved.header["dense_until"].get(tensor.name, 0)
             tensor.state.factor = saved.header["factors"].get(tensor.name, tensor.state.factor)

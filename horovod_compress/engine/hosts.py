@@ -28,7 +28,6 @@ from ..protocol.handshake import AnyTransport, Words, gather, shown
 from ..protocol.machine import Machine, Placement
 from ..protocol.requests import Allreduce, Collective, ToReducer
 from . import checkpoint
-from .averaging import Arrays
 from .handover import DEBT, late
 from .tensor import Tensor
 
@@ -329,7 +328,7 @@ class StateParts(checkpoint.Parts):
         part = HostPart(*header.get("shards", {}).get(name, (0, -1, 0, 1)))
         return (part.numel,) if array.shape == (part.last - part.first,) else array.shape
 
-    def whole(self, arrays: Arrays, header: Mapping[str, Any]) -> Arrays:
+    def whole(self, arrays: checkpoint.Arrays, header: Mapping[str, Any]) -> checkpoint.Arrays:
         def filled(name: str, array: np.ndarray) -> np.ndarray:
             part = HostPart(*header["shards"].get(name, (0, -1, 0, 1)))
             return part.whole(array) if array.shape == (part.last - part.first,) else array

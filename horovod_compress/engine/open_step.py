@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from typing import Any, Callable, Dict, Iterator, List, Set, Union
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Union
 
 import numpy as np
 
@@ -12,12 +12,22 @@ from ..compressors.wrapper import Wrapper
 from ..protocol.handshake import check_step_numbers, step_numbers
 from ..protocol.requests import Allgather, Allreduce, Alltoall, Final, StepNorm
 from ..transport.base import Transport
-from .carried import CarriedStep
 from .driver import Transaction
 from .features import Features
 from .group import Group
-from .joint import exchange_jointly
-from .pending import DONE, FAILED, FILLING, JOINT, LANDING, LAST, NORM, ROUND, Pending, Stage
+from .pending import (
+    DONE,
+    FAILED,
+    FILLING,
+    JOINT,
+    LANDING,
+    LAST,
+    NORM,
+    ROUND,
+    CarriedStep,
+    Pending,
+    Stage,
+)
 from .tensor import Tensor
 
 
@@ -26,7 +36,7 @@ class OpenStep:
 
     Args:
         features: beside the algorithm.
-        joint_lengths: as of `exchange_jointly`.
+        joint_lengths: as of `Joint.exchange`.
 
     Attributes:
         transaction: the results, which are used together, or not at all.
@@ -103,7 +113,7 @@ class OpenStep:
             self._land()
         if joint := self._at(JOINT):
             step = dataclasses.replace(self.now, gain=factor / self.now.size)
-            yield from exchange_jointly(joint, step, self._joint_lengths, self._start)
+            yield from self._exchange_jointly(joint, step)
 
     def _land(self) -> None:
         """Waits for payloads that a device has still to bring. Those of all groups are under way
@@ -156,6 +166,40 @@ class OpenStep:
                 pending.waits.append(self._start(suffix, each, first))
             pending.stage = ROUND
         first.counters["encode_seconds"] += time.perf_counter() - started
+
+    def _exchange_jointly(self, waiting: Sequence[Pending], step: Step) -> Iterator[None]:
+        """Makes the last exchange of groups whose payloads travel together. Yields when it has
+        started something, before it waits for it."""
+        # In an order that is one on all ranks.
+        named = sorted(
+            (tensor.name, tensor, joint)
+            for pending in waiting
+            for tensor, joint in zip(pending.tensors, pending.request.request)
+        )
+        for pending in waiting:
+            pending.stage = FAILED
+        joints, (_, first, joint) = [joint for _, _, joint in named], named[0]
+        exchanging = joint.exchange(joints, step, self._joint_lengths)
+        answer: Any = None
+        try:
+            while True:
+                started = time.perf_counter()
+                request = exchanging.send(answer)
+                wait = self._start(f":{joint.label}.{request.verb}", request, first)
+                first.counters["encode_seconds"] += time.perf_counter() - started
+                yield
+                started = time.perf_counter()
+                answer = wait()
+                first.counters["exchange_seconds"] += time.perf_counter() - started
+        except StopIteration as stop:
+            found = {name: arrived for (name, _, _), arrived in zip(named, stop.value)}
+        for pending in waiting:
+            its = [found[tensor.name] for tensor in pending.tensors]
+            for tensor, arrived in zip(pending.tensors, its):
+                tensor.counters["bytes_sent"] += arrived.sent
+                tensor.counters["bytes_received"] += arrived.received
+            pending.waits = [[arrived.result for arrived in its].copy]
+            pending.stage = LAST
 
     def _start(
         self, suffix: str, request: Union[Allreduce, Allgather, Alltoall], tensor: Tensor

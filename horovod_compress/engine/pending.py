@@ -1,12 +1,15 @@
 """Steps of groups that are under way in a driver that starts them while gradients come."""
 
 import enum
-from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Set, Tuple
+
+import numpy as np
 
 from ..compressors.base import Step
+from .contract import check_payloads
 from .extension import Extension
 from .group import Group
-from .step import GroupStep, end_step, group_step
+from .step import GroupStep, begin, end_step, end_steps, group_step, subtract_bases
 from .tensor import Tensor
 
 
@@ -71,3 +74,82 @@ class Pending:
         """Ends the step, if it has begun."""
         if self.step is not None:
             end_step(self.step, succeeded)
+
+
+class CarriedStep:
+    """The open step of a group whose payloads are the reducer's carriers: tensors come one by one,
+    and results that have come are decoded together."""
+
+    stage = LAST
+
+    def __init__(self, group: Group, features: Sequence[Extension]) -> None:
+        self.group, self._features = group, features
+        self.tensors: List[Tensor] = []
+        # By name, of what the reducer has: its number among those that came, and its gradient's
+        # memory.
+        self.reducing: Dict[str, Tuple[int, Any]] = {}
+        # Results that are not decoded yet: the number of their tensor, what the reducer made of its
+        # carrier, and where the result is to be.
+        self.arrived: List[Tuple[int, np.ndarray, np.ndarray]] = []
+        self._bases: Dict[int, np.ndarray] = {}
+        self._gain = 1.0
+
+    def carry(self, tensor: Tensor, grad: np.ndarray, step: Step) -> np.ndarray:
+        """Begins a tensor's step. Returns the array for the reducer."""
+        its, grads, compressor = [tensor], [grad], tensor.compressor
+        steps: Sequence[Step] = [step]
+        if self._features or step.dense:
+            steps = begin(its, grads, steps, self._features)
+        if step.base is not None:
+            bases, steps = subtract_bases(compressor, grads, steps)
+            self._bases.update((len(self.tensors), base) for _, base in bases)
+        self.reducing[tensor.name] = len(self.tensors), grad
+        self.tensors.append(tensor)
+        if self.group.on_device or type(grad) is not np.ndarray:
+            self.group.follow(its, grads)
+        (step,) = steps
+        self._gain = step.gain
+        encode = compressor.encode_dense if step.dense else compressor.encode
+        payload: Any = encode(grad, tensor.state, step)
+        for feature in self._features:
+            feature.encoded(its, [payload])
+        if not self.group.checked:
+            check_payloads(self.group, [payload], grads, [step])
+        array, counters = payload.array, tensor.counters
+        nbytes = array.nbytes
+        counters["dense_bytes"] += grad.nbytes
+        counters["bytes_sent"] += nbytes
+        counters["bytes_received"] += nbytes
+        counters["elements_sent"] += tensor.numel
+        return array
+
+    def decode(self, note: Callable[[Sequence[bool]], None]) -> None:
+        """Decodes the results that have come. note: is told of each whether it is finite."""
+        arrived, self.arrived = self.arrived, []
+        for numbers, reduced, outs in _alike(arrived):
+            tensors = [self.tensors[number] for number in numbers]
+            states = [tensor.state for tensor in tensors]
+            good: Sequence[bool] = self.group.compressor.decode_dense_all(
+                reduced, outs, states, self._gain
+            )
+            for number, out in zip(numbers, outs) if self._bases else ():
+                out += self._bases.pop(number)
+            for feature in self._features:
+                good = feature.decoded(tensors, outs, good)
+            note(good)
+
+    def end(self, succeeded: bool) -> None:
+        """Commits the step of all that have come, or rolls it back."""
+        end_steps(self.tensors, succeeded)
+        for feature in self._features:
+            feature.ended(self.tensors, succeeded)
+
+
+def _alike(arrived: Sequence[Tuple[int, Any, Any]]) -> Iterable[List[List[Any]]]:
+    """Results that have come, by their types and places: numbers, what has come of carriers, and
+    where results are to be."""
+    found: Dict[Any, List[Tuple[int, Any, Any]]] = {}
+    for each in arrived:
+        _, reduced, out = each
+        found.setdefault((reduced.dtype, out.dtype, getattr(out, "device", None)), []).append(each)
+    return [list(map(list, zip(*its))) for its in found.values()]

@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple
 import numpy as np
 
 from ..compressors.base import Compressor
-from ..compressors.state import LOCAL, State
+from ..compressors.state import LOCAL, State, zeros
 from ..protocol.requests import Allgather, Collective, Exchanged
 
 SENT = ("bytes_sent", "dense_bytes", "elements_sent")
@@ -43,6 +43,13 @@ class Tensor:
         """The part of gradients that was not sent yet, up to date only after `apply_pending`; None
         where none is kept."""
         return self.compressor.residual(self.state)
+
+    def begin_momentum(self) -> None:
+        """Adds u, of which nothing is there yet, where it is missing: a momentum that a scheduler
+        changes may begin at 0."""
+        residual = self.residual
+        if "u" in self.compressor.roles and "u" not in self.state.arrays:
+            self.state.arrays["u"] = zeros(self.numel if residual is None else residual.size)
 
     def count(self, request: Exchanged) -> None:
         """Counts the bytes that go into a collective. As many come back; an allgather's, which are

@@ -16,7 +16,6 @@ from ..compressors.wrapper import kin_of, with_options
 from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32
 from .dense_policy import compressor_for
-from .momentum_schedule import follow
 from .record_types import Stats, TensorStats
 from .tensor import SENT, SPENT, Tensor
 from .wrappers import wrapped
@@ -99,7 +98,9 @@ class Tensors:
         known = next((each for each in self._kins if each == changed), changed)
         if known is changed:
             self._kins[tensor.kin] = changed
-        follow(tensor, known)
+        tensor.compressor = known
+        if known.policy.m:
+            tensor.begin_momentum()
 
     def known(self, name: str, grad: np.ndarray) -> Tensor:
         """The tensor that a gradient is of. ValueError for what cannot be one."""
