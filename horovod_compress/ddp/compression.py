@@ -14,11 +14,11 @@ from ..session.callers import callers
 from ..session.lifecycle import Event
 from ..session.notices import warn_once
 from ..torch_common.backward import in_backward, pass_under_way
-from ..torch_common.gradient_compression import GradientCompression, check_types
 from ..torch_common.optimizers import without_wrappers
 from ..torch_common.parameters import Slot, named, tensor_of
-from ..torch_common.steps import Steps
+from ..torch_common.steps import check_types
 from ..torch_distributed.checks import OTHER_OPTIMIZER, check_optimizer, has_others
+from ..torch_distributed.compression import GroupCompression
 from ..torch_distributed.ranks import GroupRanks
 from .checks import check_model, check_step
 
@@ -60,7 +60,7 @@ class _Bucket(NamedTuple):
     gradients: List[Tuple[torch.Tensor, torch.Tensor]]
 
 
-class DDPCompression(GradientCompression):
+class DDPCompression(GroupCompression):
     """A compression of the gradients of a DistributedDataParallel model.
 
     Args:
@@ -98,14 +98,14 @@ class DDPCompression(GradientCompression):
         if optimizer is not None:
             optimizer = without_wrappers(optimizer)
             check_optimizer(model.module, optimizer, "ddp.compress")
-        self._ranks = GroupRanks(model.process_group)
+        ranks = GroupRanks(model.process_group)
         trained = [
             (name, param)
             for name, param in model.module.named_parameters()
             if param.requires_grad and name not in model.parameters_to_ignore
         ]
         pairs = named(None, trained)
-        super().__init__(Steps(self, self._ranks, spec, optimizer, pairs, grad_scaler, discardable))
+        super().__init__(ranks, spec, optimizer, pairs, grad_scaler, discardable)
         self._model = weakref.ref(model)
         self._by_parameter = {id(slot.param): slot for slot in self._steps.slots}
         # Whether a backward pass has begun to exchange, and not come to its end.
@@ -131,24 +131,6 @@ class DDPCompression(GradientCompression):
             reached = self._reached = set()
             for slot in self._steps.slots:
                 slot.param.register_post_accumulate_grad_hook(lambda param: reached.add(id(param)))
-
-    # -- as of `Host`
-
-    advice_on_options = (
-        "Where only some ranks have set or loaded it, load it on all of them before training"
-    )
-
-    def reduced(self, steps: Steps) -> List[Slot]:
-        return list(steps.slots) if self._ranks.active else []
-
-    def factor(self) -> float:
-        # That of a mean.
-        return 1.0
-
-    # It was given.
-    def look_for_optimizer(self) -> None: ...
-
-    def before_step(self, optimizer: Any) -> None: ...
 
     # -- DDP's interface
 
@@ -190,18 +172,8 @@ class DDPCompression(GradientCompression):
 
     @property
     def _leaves_out(self) -> bool:
-        """True where parameters that no rank has used take no part in a step. What is kept of them
-        would come as a gradient, by which an optimizer decays and moves them without end."""
+        """True where parameters that no rank has used take no part in a step."""
         return self._reached is not None and self._session.exchange.tensors.keep_state
-
-    def _used_by_any(self) -> Set[int]:
-        """The ids of the parameters that backward passes have reached on some rank. All ranks call
-        it when the last bucket is there."""
-        reached, slots = self._reached or (), self._steps.slots
-        reached_here = [id(slot.param) in reached for slot in slots]
-        used = torch.tensor(reached_here, dtype=torch.uint8, device="cpu")
-        self._ranks.beside.reduce(used, "max")()
-        return {id(slots[i].param) for i in used.nonzero().flatten().tolist()}
 
     def serves(self, param: torch.Tensor) -> bool:
         """Returns whether this is the compression of a parameter, of a model that is still
@@ -209,28 +181,24 @@ class DDPCompression(GradientCompression):
         return id(param) in self._by_parameter and self._model() is not None
 
     def _drop_interrupted(self) -> None:
-        """Rolls back what a backward pass that has failed has left."""
-        exchange = self._session.exchange
-        exchange.within = bool
-        if exchange.under_way:
-            exchange.rollback()
-            self._session.lifecycle.take(Event.ROLLBACK)
-            self._ranks.beside.give_up()
+        super()._drop_interrupted()
         self._sent.clear()
         self._futures.clear()
         self._held.clear()
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:
         """As of `Bound`. After a backward pass that has failed, without its step."""
-        if not self._session.exchange.within():
-            self._drop_interrupted()
         saved_by = (frame.f_code.co_name for frame in callers())
         if self._ranks.active and not portable and "save_custom_state" in saved_by:
             warn_once(_OF_ONE_RANK)
         return super().state_dict(portable)
 
     def _submit_held(self) -> None:
-        used = self._used_by_any() if self._leaves_out else None
+        used = None
+        if self._leaves_out:
+            reached = self._reached or ()
+            here = [id(slot.param) in reached for slot in self._steps.slots]
+            used = {id(slot.param) for slot in self._used_by_any(here)}
         held, self._held = self._held, []
         for bucket in held:
             self._submit_bucket(bucket, used)
@@ -273,10 +241,7 @@ class DDPCompression(GradientCompression):
         for each in self._sent:
             if each.memory is not each.view:
                 self._steps.copy_result(each.memory, each.view)
-        scaled = self._steps.grad_scaler is not None
-        if scaled and not exchange.succeeded and exchange.tensors.keep_state:
-            # Each optimizer looks at its own gradients only. One that found them finite would use
-            # what is rolled back where another one has skipped its step, and comes again.
+        if self._steps.must_be_skipped():
             for _, buffer in self._futures:
                 buffer.fill_(float("nan"))
         self._steps.note_results((each.slot, each.view) for each in self._sent)
@@ -297,15 +262,13 @@ class DDPCompression(GradientCompression):
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
 
-    def before_use(self, optimizer: torch.optim.Optimizer) -> None: ...
-
     def before_unused(self) -> None:
         session = self._session
         if session.exchange.succeeded:
-            scaler, scale = self._steps.grad_scaler, self._steps.scale
-            skipped = scale is not None and scaler.get_scale() < scale
             # Whether gradients were zeroed since is not known: they may add up.
-            if not skipped and (session.discardable or session.compressor.policy.m):
+            if not self._steps.was_skipped() and (
+                session.discardable or session.compressor.policy.m
+            ):
                 renew = "wrap the module in a new DistributedDataParallel"
                 other = OTHER_OPTIMIZER.format(entry="ddp.compress", renew=renew)
                 raise RuntimeError(other if self._has_others else _UNUSED)

@@ -11,12 +11,12 @@ from ..protocol.handshake import agree
 from ..session.lifecycle import Event
 from ..torch_common import shards
 from ..torch_common.backward import at_end, in_backward
-from ..torch_common.gradient_compression import GradientCompression
 from ..torch_common.parameters import NamedParameters, Slot
 from ..torch_common.shards import any_not_zero
 from ..torch_common.shared_parameters import checksum
-from ..torch_common.steps import Steps, bring_means
+from ..torch_common.steps import bring_means
 from ..torch_distributed.checks import OTHER_OPTIMIZER, has_others
+from ..torch_distributed.compression import GroupCompression
 from .checks import refuse_hooks
 from .internals import Unit
 from .ranks import ReplicaRanks
@@ -51,7 +51,7 @@ class _Sent(NamedTuple):
     carrier: Any
 
 
-class FSDPCompression(GradientCompression):
+class FSDPCompression(GroupCompression):
     """A compression of the gradients that replicas of a model exchange, as `compress` makes it.
 
     Its residuals are this rank's own: save `state_dict()` on every rank, or with portable=True one
@@ -82,9 +82,8 @@ class FSDPCompression(GradientCompression):
         grad_scaler: Any,
         discardable: bool,
     ) -> None:
-        self._units, self._ranks, self._every = units, ranks, passes
-        super().__init__(Steps(self, ranks, spec, optimizer, pairs, grad_scaler, discardable))
-        self._model = model
+        super().__init__(ranks, spec, optimizer, pairs, grad_scaler, discardable)
+        self._model, self._units, self._every = model, units, passes
         # Whether replicas have compared their parameters.
         self._compared = False
         # Backward passes since the last exchange that have ended.
@@ -106,25 +105,7 @@ class FSDPCompression(GradientCompression):
             if optimizer is not None:
                 self._steps.register(optimizer, self)
 
-    # -- as of `Host`
-
-    advice_on_options = (
-        "Where only some ranks have set or loaded it, load it on all of them before training"
-    )
-
-    def reduced(self, steps: Steps) -> List[Slot]:
-        return list(steps.slots) if self._ranks.active else []
-
-    def factor(self) -> float:
-        # That of a mean.
-        return 1.0
-
-    # It was given.
-    def look_for_optimizer(self) -> None: ...
-
-    def before_step(self, optimizer: Any) -> None: ...
-
-    def before_use(self, optimizer: Any) -> None: ...
+    # -- around steps of the optimizer
 
     def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
         if self._unreduced:
@@ -132,8 +113,7 @@ class FSDPCompression(GradientCompression):
 
     def before_unused(self) -> None:
         session, steps = self._session, self._steps
-        skipped = steps.scale is not None and steps.grad_scaler.get_scale() < steps.scale
-        if skipped or not session.exchange.succeeded:
+        if self._steps.was_skipped() or not session.exchange.succeeded:
             return
         if any_not_zero(self._aside.values()):
             # They are added up, and used in the end.
@@ -217,7 +197,8 @@ class FSDPCompression(GradientCompression):
         exchange = self._session.exchange
         exchange.end_step()
         with exchange.held():
-            sent = [self._submit(slot) for slot in self._used_by_any()]
+            here = [slot.param.grad is not None for slot in self._steps.slots]
+            sent = [self._submit(slot) for slot in self._used_by_any(here)]
             self._steps.streams.join()
             bring_means(exchange, self._ranks, {each.slot.name: each.carrier for each in sent})
         self._hand_over(sent)
@@ -238,16 +219,6 @@ class FSDPCompression(GradientCompression):
         agree(ranks.beside, f"{ranks.label()}.parameters", its, advice=_SAME_START)
         self._compared = True
 
-    def _used_by_any(self) -> List[Slot]:
-        """The parameters that some replica's passes have reached. Others take no part in the step:
-        what is kept of them would come as a gradient, by which an optimizer moves them without
-        end."""
-        slots = self._steps.slots
-        here = [slot.param.grad is not None for slot in slots]
-        used = torch.tensor(here, dtype=torch.uint8, device="cpu")
-        self._ranks.beside.reduce(used, "max")()
-        return [slot for slot, its in zip(slots, used.tolist()) if its]
-
     def _submit(self, slot: Slot) -> _Sent:
         param: Any = slot.param
         if param.grad is None:
@@ -259,18 +230,15 @@ class FSDPCompression(GradientCompression):
 
     def _hand_over(self, sent: List[_Sent]) -> None:
         """Leaves results in gradients."""
-        steps, exchange = self._steps, self._session.exchange
-        failed = steps.grad_scaler is not None and exchange.tensors.keep_state
-        failed = failed and not exchange.succeeded
+        steps = self._steps
+        skipped = steps.must_be_skipped()
         sums = {id(param) for unit in self._units if unit.adds_up for param in unit.params}
         for each in sent:
             if each.memory is not each.grad:
                 steps.copy_result(each.memory, each.grad)
             if id(each.slot.param) in sums:
                 each.grad.mul_(self._ranks.beside.size)
-            if failed:
-                # Each optimizer looks at its own gradients only, and what is rolled back comes
-                # again.
+            if skipped:
                 each.grad.fill_(float("nan"))
         steps.note_results((each.slot, each.grad) for each in sent)
         for slot in steps.slots:
@@ -280,16 +248,3 @@ class FSDPCompression(GradientCompression):
             elif earlier is not None:
                 slot.param.grad = earlier
         self._reduced, self._unreduced, self._passes = True, False, 0
-
-    def _drop_interrupted(self) -> None:
-        """Rolls back an exchange that has failed."""
-        if self._session.exchange.under_way:
-            self._session.exchange.rollback()
-            self._session.lifecycle.take(Event.ROLLBACK)
-            self._ranks.beside.give_up()
-
-    def state_dict(self, portable: bool = False) -> Dict[str, Any]:
-        """As of `Bound`. After an exchange that has failed, without its step."""
-        if not self._session.exchange.within():
-            self._drop_interrupted()
-        return super().state_dict(portable)

@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, Sequence, Tuple, Union
 
-from ..engine.record_types import Stats, TensorStats
+from ..engine.record_types import Plan, Stats, TensorStats
 from ..engine.recording import Destination, Recorder
 from .session import Session
 
@@ -51,6 +51,13 @@ class Bound:
         nothing else. In TensorFlow add the callback `hvdc.RecordSteps`, which is given the same, or
         in loops of one's own call the recorder's `step_ended()` after each step."""
         return self._session.record(to, every, by_tensor)
+
+    @property
+    def plan(self) -> Plan:
+        """The result of auto() so far: see `Controller.plan`. AttributeError without a trial."""
+        if self._session.trial is None:
+            raise AttributeError("only a compression that auto() has made has a plan")
+        return self._session.trial.plan()
 
     def discard(self) -> None:
         """Forgets the last step, as if its gradients had never been; to be called on all ranks.

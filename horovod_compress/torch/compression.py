@@ -9,17 +9,17 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from ..protocol.wire import WireError
+from ..session.bound import Bound
 from ..session.lifecycle import SYNCHRONIZE_FIRST, Event, State
-from ..torch_common.gradient_compression import GradientCompression, check_types
 from ..torch_common.parameters import NamedParameters, Slot, flat, is_sparse, named
-from ..torch_common.steps import Steps
+from ..torch_common.steps import Steps, check_types
 from . import horovod_internals, parameter_conflicts
 from .ranks import TorchRanks
 from .served_optimizer import ServedOptimizer
 from .transport import sleep_until_over
 
 
-class BoundCompression(GradientCompression):
+class BoundCompression(Bound):
     """A compression bound to an optimizer and its parameters, for
     hvd.DistributedOptimizer(compression=…).
 
@@ -64,9 +64,9 @@ class BoundCompression(GradientCompression):
         ranks.active = ranks.included and (hvd.size() > 1 or ranks.elastic)
         pairs = named(optimizer, named_parameters)
         self._serving = ServedOptimizer(self, ranks)
-        steps = Steps(self._serving, ranks, spec, optimizer, pairs, grad_scaler, discardable)
-        self._serving.steps = steps
-        super().__init__(steps)
+        self._steps = Steps(self._serving, ranks, spec, optimizer, pairs, grad_scaler, discardable)
+        self._serving.steps = self._steps
+        super().__init__(self._steps.session)
         # With the version of its gradient, until the first result of the step comes.
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
@@ -78,6 +78,9 @@ class BoundCompression(GradientCompression):
         self._blocks = itertools.count(1)
         if ranks.active:
             parameter_conflicts.not_used_yet.add(self)
+
+    def __repr__(self) -> str:
+        return f"<{self._session.compressor!r} of {len(self._steps.slots)} parameters>"
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to serve Horovod's optimizer, which was given this compression: see
@@ -248,10 +251,10 @@ class BoundCompression(GradientCompression):
         return super().state_dict(portable)
 
     def switch(self, spec: Any, at: Optional[int] = None) -> None:
-        """As of `GradientCompression`. RuntimeError inside `uneven` without `at`."""
+        """As of `Bound`, or with `at` as of `Steps`. RuntimeError inside `uneven` without that."""
         if at is None:
             self._refuse_uneven("switch before the block, or say at=STEP before it")
-        super().switch(spec, at)
+        self._steps.switch(spec, at)
 
     def _refuse_uneven(self, advice: str) -> None:
         if self._announce is not None:

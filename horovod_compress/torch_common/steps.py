@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Pr
 
 import torch
 
+from ..compressors import get_compressor
 from ..compressors.base import NO_RATE, Compressor
 from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
@@ -100,6 +101,7 @@ class Steps(Port):
         # Weak, because the host has these steps.
         self._host, self._ranks = weakref.proxy(host), ranks
         self.slots, self.bound_optimizer, self.grad_scaler = Slots(pairs), optimizer, grad_scaler
+        self._params = {slot.name: slot.param for slot in self.slots}
         self.optimizer: Optional[torch.optim.Optimizer] = None
         self.takeover = SGDTakeover(None, None, {})
         self.moments: Optional[Moments] = None
@@ -206,6 +208,26 @@ class Steps(Port):
         self._host.look_for_optimizer()
         self.takeover.restore()
 
+    def switch(self, spec: Any, at: Optional[int]) -> None:
+        """As of `Bound`; with `at` from that step on, counted from 0 since training began. auto()
+        takes it for its choice, and tries nothing any more."""
+        session, compressor = self.session, get_compressor(spec)
+        if session.trial is not None and (not isinstance(spec, str) or at is not None):
+            raise ValueError(
+                "auto() keeps specs as text, and changes them itself: say "
+                "switch('dgc:ratio=0.01'), without at"
+            )
+        if at is not None:
+            if isinstance(at, bool) or not isinstance(at, int) or at < 0:
+                raise ValueError(f"at must be a step, counted from 0, not {at!r}")
+            refuse_begun_within_step(compressor)
+            later = [*session.switches, (at, compressor.config)]
+            session.switches = sorted(later, key=lambda switch: switch[0])
+            return
+        session.switch(compressor)
+        if session.trial is not None:
+            session.trial.resume(spec, True)
+
     def factor(self) -> Optional[float]:
         return self._host.factor()
 
@@ -213,13 +235,10 @@ class Steps(Port):
         tensors = self.session.choice.tensors
         state = renamed(state, tensors, {slot.name for slot in self.slots} - tensors.keys())
         here = self.session.exchange.tensors
-        return shards.as_here(state, self._params(), here, self._ranks.refused_alone)
+        return shards.as_here(state, self._params, here, self._ranks.refused_alone)
 
     def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        return shards.as_saved(state, self._params(), self.session.exchange.tensors)
-
-    def _params(self) -> Dict[str, torch.Tensor]:
-        return {slot.name: slot.param for slot in self.slots}
+        return shards.as_saved(state, self._params, self.session.exchange.tensors)
 
     # -- of a step
 
@@ -283,6 +302,18 @@ class Steps(Port):
         grad.copy_(memory)
         if grad.dtype == torch.float16 and not torch.isfinite(grad).all():
             self.session.exchange.fail()
+
+    def must_be_skipped(self) -> bool:
+        """True where results that a GradScaler looks at are to be NaN, so that all optimizers skip
+        the step. Each looks at its own gradients only: one that found them finite would use what is
+        rolled back where another one has skipped its step, and comes again."""
+        exchange = self.session.exchange
+        scaled = self.grad_scaler is not None
+        return scaled and exchange.tensors.keep_state and not exchange.succeeded
+
+    def was_skipped(self) -> bool:
+        """True where a GradScaler has skipped the last step."""
+        return self.scale is not None and self.grad_scaler.get_scale() < self.scale
 
     def note_results(self, results: Iterable[Tuple[Slot, torch.Tensor]]) -> None:
         """Keeps what tells at the optimizer's step whether gradients with a momentum were changed,
@@ -476,3 +507,14 @@ def _options(optimizer: Optional[torch.optim.Optimizer]) -> Dict[str, Dict[str, 
             k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str))
         }
     return groups
+
+
+def check_types(optimizer: Any, grad_scaler: Any) -> None:
+    """Raises TypeError for a first argument or a `grad_scaler` of the wrong kind."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"a compression is bound to a torch optimizer, its first argument, not to an "
+            f"object of {type(optimizer)}"
+        )
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {grad_scaler!r}")

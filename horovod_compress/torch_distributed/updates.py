@@ -11,7 +11,6 @@ from ..compressors.advice import ADAM
 from ..session.callers import callers
 from ..session.updates import Nesterov, check_ranks_of_part
 from ..torch_common.adam import AdamWOfRanks
-from ..torch_common.gradient_compression import GradientCompression
 from ..torch_common.optimizer_around import check_inner
 from ..torch_common.parameters import NamedParameters
 from ..torch_common.search import objects_of
@@ -19,6 +18,7 @@ from ..torch_common.shards import is_shard
 from ..torch_common.shared_parameters import SharedParameter
 from ..torch_common.updates import UpdatingOptimizer
 from .checks import check_replicas
+from .compression import GroupCompression
 from .ranks import GroupRanks, group_of
 
 
@@ -113,9 +113,9 @@ class UpdateOptimizer(UpdatingOptimizer):
 
     def _go_on_from_all(self) -> None:
         super()._go_on_from_all()
-        found = objects_of(DistributedDataParallel, GradientCompression)
+        found = objects_of(DistributedDataParallel, GroupCompression)
         for each in found:
-            if isinstance(each, GradientCompression):
+            if isinstance(each, GroupCompression):
                 # None where its making has failed.
                 steps = vars(each).get("_steps")
                 params = [slot.param for slot in steps.slots] if steps else []
