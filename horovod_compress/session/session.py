@@ -142,7 +142,7 @@ class Session:
                 self.port.factor(),
                 machine=choice.machine,
                 transport=choice.transport,
-                **choice.links,
+                follows_momentum=choice.follows_momentum,
             )
             self.use(choice)
         self.agreed = compared

@@ -179,7 +179,7 @@ class Steps(Port):
             tensors,
             {"tensors": described, **places},
             _Held(takeover, moments),
-            {"follows_momentum": takeover.follows},
+            takeover.follows,
         )
 
     def gains(self, choice: Choice) -> Dict[str, float]:
@@ -197,7 +197,7 @@ class Steps(Port):
     def make(self, choice: Choice) -> Exchange:
         alone, machine = self._ranks.elastic, choice.machine
         exchange = Exchange(choice.compressor, choice.transport, choice.tensors, alone, machine)
-        vars(exchange).update(choice.links)
+        exchange.follows_momentum = choice.follows_momentum
         return exchange
 
     def look_for_optimizer(self) -> None:
