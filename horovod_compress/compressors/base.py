@@ -258,7 +258,8 @@ class Compressor(ABC):
     ) -> Sequence[bool]:
         """Adds the finite elements of gradients to the residuals and leaves the gradients zero.
         Returns of each whether all were finite."""
-        return add_to_residuals(grads, [self.residual(state) for state in states], steps[0].scale)
+        residuals = [self.residual(state) for state in states]
+        return kernels.of(grads[0]).add_to_residual(grads, None, residuals, scale=steps[0].scale)
 
     def forget_sent(self, state: OwnState) -> None:
         """Clears the residual, after a dense step that succeeded."""
@@ -357,15 +358,6 @@ def _leave_residuals(
         np.copyto(grad, residual)
         np.add(grad[:1], marks[i : i + 1], out=grad[:1])
     return [ToReducer(grad) for grad in grads]
-
-
-def add_to_residuals(
-    grads: Sequence[np.ndarray], residuals: Sequence[Optional[np.ndarray]], scale: float
-) -> Sequence[bool]:
-    """Adds to residuals the finite elements of gradients, times scale, and leaves the gradients
-    zero. Returns of each whether all were finite."""
-    added = kernels.of(grads[0]).add_to_residual(grads, None, residuals, scale=scale)
-    return kernels.then(added, lambda found: [finite for _, finite in found])
 
 
 def decode_dense(

@@ -150,7 +150,7 @@ class DGC(TopK):
     ) -> Sequence[bool]:
         for state in states:
             self.apply_pending(state)
-        added = kernels.of(grads[0]).add_to_residual(
+        return kernels.of(grads[0]).add_to_residual(
             grads,
             [state.arrays["u"] for state in states] if self.m else None,
             [state.arrays["v"] for state in states],
@@ -158,7 +158,6 @@ class DGC(TopK):
             nesterov=bool(self.nesterov),
             scale=steps[0].scale,
         )
-        return kernels.then(added, lambda found: [finite for _, finite in found])
 
 
 @dataclasses.dataclass

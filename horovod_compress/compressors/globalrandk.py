@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import Step, Traits, add_to_residuals, scale_all
+from .base import Step, Traits, scale_all
 from .options import Count, Flag, Number, OneOf, option
 from .selective import SelectiveCompressor
 from .state import LOCAL, Rollback, State
@@ -87,7 +87,7 @@ class SharedCoordinates(SelectiveCompressor):
                 grad.fill(0)
             return values, finite
         residuals = [state.arrays["residual"] for state in states]
-        finite = list(add_to_residuals(grads, residuals, step.scale))
+        finite = list(self.accumulate_all(grads, states, steps))
         taken = kernel.take_entries(drawn, residuals, None, kind="fp32", masked=0)
         for state, (indices, _, its, _) in zip(states, taken):
             state.rollbacks = [Rollback("residual", indices, its.copy())]

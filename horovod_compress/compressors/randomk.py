@@ -9,7 +9,7 @@ from typing import List, Sequence
 import numpy as np
 
 from .. import kernels
-from .base import Step, Traits, add_to_residuals
+from .base import Step, Traits
 from .options import Number, option
 from .selective import GatheringCompressor
 from .state import LOCAL, Rollback, State
@@ -51,7 +51,7 @@ class RandomK(GatheringCompressor):
         self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
     ) -> List[kernels.Encoded]:
         residuals = [state.arrays["residual"] for state in states]
-        finite = add_to_residuals(grads, residuals, steps[0].scale)
+        finite = self.accumulate_all(grads, states, steps)
         keys = [
             self.key("own", state.name, step.index, step.rank) for state, step in zip(states, steps)
         ]

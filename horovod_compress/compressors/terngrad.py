@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -43,11 +43,12 @@ class TernGrad(SharedScaleQuantizer):
 
     def norms_of(
         self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
-    ) -> List[float]:
+    ) -> Tuple[List[np.ndarray], Any]:
         found = kernels.of(values[0]).max_abs_and_deviation(values)
-        return [
+        clips = [
             min(largest, self.clip * deviation)
             if self.clip and deviation and math.isfinite(largest)
             else largest
             for largest, deviation in found
         ]
+        return [np.array([its], np.float32) for its in clips], clips

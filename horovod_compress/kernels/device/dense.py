@@ -13,8 +13,7 @@ from .shared import kernel, same_length
 
 @kernel
 def max_abs(calls: List[Any]) -> Sequence[float]:
-    """max |x|; infinity where anything is infinite or NaN, 0 for no elements. `peaks`, which save
-    the CPU a pass, are not filled."""
+    """max |x|; infinity where anything is infinite or NaN, 0 for no elements."""
     return launches.magnitudes(largest_magnitudes([call.x for call in calls]))
 
 

@@ -31,6 +31,7 @@ from .dense import (
     max_abs,
     max_abs_and_deviation,
     move,
+    norms,
     scatter_add,
     squared_norm,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "max_abs",
     "max_abs_and_deviation",
     "move",
+    "norms",
     "open_frames",
     "orthonormalize",
     "product",
