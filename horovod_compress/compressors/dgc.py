@@ -10,12 +10,23 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Collective, ToReducer
-from .base import Compressor, Encodings, Step, Traits
+from .base import (
+    LOCAL,
+    SHARED,
+    Arrays,
+    Compressor,
+    Encodings,
+    State,
+    States,
+    Step,
+    Steps,
+    Traits,
+    zeros,
+)
 from .dense import dense_compressor
 from .none import NoCompression
 from .options import Count, Flag, Number, OneOf, Schedule, ZeroOrCount, option
 from .quantizer import QuantizerState
-from .state import LOCAL, SHARED, State, zeros
 from .topk import TopK
 
 
@@ -134,9 +145,7 @@ class DGC(TopK):
             u *= np.float32(self._factor / state.factor)
             state.factor = self._factor
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         factor, masking = self._factor, self.masking
         for state in states:
             if state.factor != factor:
@@ -145,9 +154,7 @@ class DGC(TopK):
         masks = [masking and (step.lr is None or not step.frozen) for step in steps]
         return self.select(grads, states, steps, self.m, bool(self.nesterov), masks)
 
-    def accumulate_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Sequence[bool]:
+    def accumulate_all(self, grads: Arrays, states: States, steps: Steps) -> Sequence[bool]:
         for state in states:
             self.apply_pending(state)
         return kernels.of(grads[0]).add_to_residual(
@@ -195,9 +202,7 @@ class DenseMomentum(NoCompression):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return self.dense.collectives(size)
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Encodings:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> Encodings:
         return self.dense.encode_all(grads, states, steps)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
@@ -208,18 +213,18 @@ class DenseMomentum(NoCompression):
 
     def decode_all(
         self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
+        summed: Arrays,
+        outs: Arrays,
         states: Sequence[DenseMomentumState],
-        steps: Sequence[Step],
+        steps: Steps,
         scale: float,
     ) -> List[bool]:
         return self._move(outs, states, self.dense.decode_all(summed, outs, states, steps, scale))
 
     def decode_dense_all(
         self,
-        reduced: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
+        reduced: Arrays,
+        outs: Arrays,
         states: Sequence[DenseMomentumState],
         scale: float,
     ) -> List[bool]:
@@ -230,7 +235,7 @@ class DenseMomentum(NoCompression):
 
     def _move(
         self,
-        outs: Sequence[np.ndarray],
+        outs: Arrays,
         states: Sequence[DenseMomentumState],
         finite: List[bool],
     ) -> List[bool]:

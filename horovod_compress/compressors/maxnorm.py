@@ -3,12 +3,12 @@
 
 import dataclasses
 import functools
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST
+from .base import LARGEST, Arrays
 from .options import Count, OneOf, option
 from .quantizer import SharedScaleQuantizer
 
@@ -46,7 +46,7 @@ class MaxNorm(SharedScaleQuantizer):
         return tuple(2.0**bits - 1 for bits in np.atleast_1d(self.bits).tolist())
 
     def norms_of(
-        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
+        self, values: Arrays, peaks: Optional[List[np.ndarray]]
     ) -> Tuple[List[np.ndarray], Any]:
         # No magnitude is above its norm.
         return kernels.of(values[0]).norms(values, peaks, l2=self.norm == "l2"), LARGEST

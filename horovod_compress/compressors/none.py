@@ -7,8 +7,17 @@ from typing import ClassVar, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..protocol.requests import Collective, ToReducer
-from .base import REDUCER, Compressor, Encoding, OwnState, Step, Traits, decode_dense
-from .state import State
+from .base import (
+    REDUCER,
+    Arrays,
+    Compressor,
+    Encoding,
+    OwnState,
+    State,
+    Step,
+    Traits,
+    decode_dense,
+)
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -36,8 +45,8 @@ class NoCompression(Compressor):
 
     def decode_dense_all(
         self,
-        reduced: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
+        reduced: Arrays,
+        outs: Arrays,
         states: Sequence[OwnState],
         scale: float,
     ) -> List[bool]:

@@ -9,9 +9,8 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import Asking, Step
+from .base import Arrays, Asking, State, Steps, spares
 from .globalrandk import SharedCoordinates
-from .state import State, spares
 
 
 @dataclasses.dataclass
@@ -54,14 +53,14 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @abstractmethod
     def norms_of(
-        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
+        self, values: Arrays, peaks: Optional[List[np.ndarray]]
     ) -> Tuple[List[np.ndarray], Any]:
         """(this rank's norm of each tensor, where magnitudes are clipped). Norms are arrays of one
         number, infinite where values are not finite. A tensor's shared scale is the largest norm of
         all ranks. peaks are filled as by the kernel `norms`, and None with one scale."""
 
     def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[QuantizerState], steps: Sequence[Step]
+        self, grads: Arrays, states: Sequence[QuantizerState], steps: Steps
     ) -> Asking[List[Allreduce]]:
         size, several = steps[0].size, len(self.steps) > 1
         values, finite = self.draw(grads, states, steps)
@@ -114,10 +113,10 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     def decode_all(
         self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
+        summed: Arrays,
+        outs: Arrays,
         states: Sequence[QuantizerState],
-        steps: Sequence[Step],
+        steps: Steps,
         scale: float,
     ) -> List[bool]:
         size = steps[0].size
@@ -150,7 +149,7 @@ def _levels(states: Sequence[QuantizerState], steps: Sequence[float]) -> Optiona
     return [state.levels for state in states] if len(steps) > 1 else None
 
 
-def _peaks(values: Sequence[np.ndarray], states: Sequence[QuantizerState]) -> List[np.ndarray]:
+def _peaks(values: Arrays, states: Sequence[QuantizerState]) -> List[np.ndarray]:
     """The states' memory for peaks of so many values."""
     for each, state in zip(values, states):
         stretches = -(-each.size // 64)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
+from .base import Arrays
 from .options import Number, option
 from .quantizer import SharedScaleQuantizer
 
@@ -42,7 +43,7 @@ class TernGrad(SharedScaleQuantizer):
     steps = (1.0,)
 
     def norms_of(
-        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
+        self, values: Arrays, peaks: Optional[List[np.ndarray]]
     ) -> Tuple[List[np.ndarray], Any]:
         found = kernels.of(values[0]).max_abs_and_deviation(values)
         clips = [

@@ -15,8 +15,7 @@ import torch
 
 from .. import cpu
 from ..encoded import Encoded
-from ..late import Late, then
-from ..lists import in_groups
+from ..lists import Late, in_groups, then
 from ..reference.dense import Float
 from . import launches
 from .array import DeviceArray

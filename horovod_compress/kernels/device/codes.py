@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..encoded import HEADROOM, Encoded
-from ..late import Late
+from ..lists import Late
 from . import launches
 from .dense import are_finite
 from .programs import codes as programs

@@ -12,7 +12,7 @@ from typing import Callable, List, Sequence, Tuple
 import numpy as np
 import torch
 
-from ..late import then
+from ..lists import then
 from . import launches
 from .array import DeviceArray
 from .dense import are_finite

@@ -19,8 +19,7 @@ import torch
 
 from .. import cpu
 from ..encoded import Encoded
-from ..late import Late, then
-from ..lists import in_groups
+from ..lists import Late, in_groups, then
 from . import launches
 from .array import DeviceArray
 from .frames import Frame
