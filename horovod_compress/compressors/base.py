@@ -305,7 +305,15 @@ class Compressor(ABC):
     ) -> List[bool]:
         """Writes reduced ToReducer payloads, of one type, times scale, into `outs`, which may be
         the same arrays. Returns of each whether that is finite."""
-        return decode_dense(reduced, outs, scale)
+        kernel = kernels.of(outs[0])
+        if reduced[0].dtype != FLOAT32:
+            largest = kernel.decode_float16([each.view(np.uint16) for each in reduced], outs)
+        else:
+            for each, out in zip(reduced, outs):
+                if each is not out:
+                    np.copyto(out, each)
+            largest = kernel.max_abs(outs)
+        return multiply(outs, [scale] * len(outs), largest)
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
@@ -356,20 +364,6 @@ def _leave_residuals(grads: Arrays, residuals: Arrays, finite: Any) -> List[ToRe
         np.copyto(grad, residual)
         np.add(grad[:1], marks[i : i + 1], out=grad[:1])
     return [ToReducer(grad) for grad in grads]
-
-
-def decode_dense(reduced: Arrays, outs: Arrays, scale: float) -> List[bool]:
-    """Writes reduced arrays, of float32 or float16, times scale, into others, which may be the
-    same. Returns of each whether it is finite."""
-    of = kernels.of(outs[0])
-    if reduced[0].dtype != FLOAT32:
-        largest = of.decode_float16([each.view(np.uint16) for each in reduced], outs)
-    else:
-        for each, out in zip(reduced, outs):
-            if each is not out:
-                np.copyto(out, each)
-        largest = of.max_abs(outs)
-    return multiply(outs, [scale] * len(outs), largest)
 
 
 def multiply(outs: Arrays, scales: Sequence[float], largest: Sequence[float]) -> List[bool]:

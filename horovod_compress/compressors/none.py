@@ -16,7 +16,6 @@ from .base import (
     State,
     Step,
     Traits,
-    decode_dense,
 )
 
 _FLOAT64 = np.dtype(np.float64)
@@ -51,7 +50,7 @@ class NoCompression(Compressor):
         scale: float,
     ) -> List[bool]:
         if reduced[0].dtype != _FLOAT64:
-            return decode_dense(reduced, outs, scale)
+            return super().decode_dense_all(reduced, outs, states, scale)
         return [_decode_float64(each, out, scale) for each, out in zip(reduced, outs)]
 
 

@@ -12,7 +12,7 @@ in one copy, and nothing waits for the device before.
 """
 
 import functools
-from typing import Any, Callable, Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from ..encoded import Encoded
 from ..lists import Late, in_groups, then
 from . import launches
 from .array import DeviceArray
-from .frames import Frame
+from .entries import Frame, payloads_of, put
 from .programs import selection as programs
 from .shared import kernel, same_length, starts_of, within_limits
 
@@ -124,21 +124,6 @@ def _coded(calls: List[Any], taken: bool, found: Sequence[_Entries]) -> List[Enc
     )
 
 
-def payloads_of(
-    indices: Sequence[np.ndarray],
-    values: Sequence[np.ndarray],
-    kinds: Sequence[str],
-    scales: Sequence[Any],
-    finite: Sequence[bool],
-    undo: Iterable[Tuple[Any, ...]],
-) -> List[Encoded]:
-    """Payloads of entries that have come to the CPU. finite, undo: as of `Encoded`."""
-    encoded = cpu.encode_sparse(indices, values, kind=kinds, scales=scales)
-    return [
-        each._replace(finite=whether, undo=its) for each, whether, its in zip(encoded, finite, undo)
-    ]
-
-
 @kernel
 def take_entries(
     calls: List[Any],
@@ -151,29 +136,6 @@ def take_entries(
         for call in calls
     ]
     return _take(calls, chosen)
-
-
-def put(
-    tensors: Sequence[Sequence[DeviceArray]],
-    indices: Sequence[np.ndarray],
-    numbers: Sequence[np.ndarray],
-) -> None:
-    """Writes float32 numbers into tensors' arrays, as many of each tensor, at indices, uint32, that
-    do not repeat; numbers: a row for each array."""
-
-    def written(which: Sequence[int]) -> List[None]:
-        device, arrays = tensors[which[0]][0].device, len(tensors[which[0]])
-        at = launches.copied([indices[i] for i in which], device)
-        rows = [launches.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
-        starts = starts_of([len(indices[i]) for i in which])
-        table = [
-            (len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start)
-            for i, start in zip(which, starts)
-        ]
-        launches.launch(programs.put, table, at, rows[0], rows[-1], TWO=arrays == 2)
-        return [None] * len(which)
-
-    in_groups(range(len(tensors)), lambda i: len(tensors[i]), written)
 
 
 def _take(

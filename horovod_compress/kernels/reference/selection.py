@@ -6,7 +6,7 @@ from typing import Optional, Sequence, Tuple
 import numpy as np
 
 from ..encoded import Encoded
-from .dense import TOO_LARGE, Float
+from .dense import TOO_LARGE, Float, advance
 from .sparse import code_entries, encode_sparse
 
 
@@ -41,12 +41,10 @@ def add_to_residual(
     else:
         new_u = m * u + g
         new_v = v + new_u
-    finite = np.abs(new_v) < TOO_LARGE
-    v[...] = np.where(finite, new_v, v)
     if u is not None:
-        u[...] = np.where(finite, new_u, np.where(np.isfinite(new_v), 0, u))
+        u[...] = np.where(np.abs(new_v) < TOO_LARGE, new_u, np.where(np.isfinite(new_v), 0, u))
     grad[...] = 0 if base is None else base
-    return bool(finite.all())
+    return advance(v, new_v)
 
 
 def largest_of(values: np.ndarray, k: int, chunk: int) -> np.ndarray:

@@ -9,7 +9,7 @@ so that nothing waits for the host.
 import triton
 import triton.language as tl
 
-from .parts import INFINITY, TOO_LARGE, block_of, float_at, floats, magnitude_of, rows_of
+from .parts import INFINITY, TOO_LARGE, float_at, floats, magnitude_of, rows_of
 
 # Elements that share one maximum.
 LINE = 32
@@ -259,25 +259,3 @@ def collect(
     last = start + size == tl.load(row - 2)
     tl.store(facts + 2 * owner, tl.load(its + _PEAK), mask=last)
     tl.store(facts + 2 * owner + 1, above + tl.minimum(equal, ties), mask=last)
-
-
-@triton.jit
-def put(
-    table,
-    owners,
-    indices,
-    for_a,
-    for_b,
-    TWO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes numbers into a, and with TWO others into b, at indices that do not repeat.
-
-    a, b, where in `indices` and in the numbers."""
-    owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
-    entry = tl.load(row + 2) + start + i
-    at = tl.load(indices + entry, mask=inside, other=0).to(tl.int64)
-    tl.store(floats(row, 0) + at, tl.load(for_a + entry, mask=inside, other=0.0), mask=inside)
-    if TWO:
-        tl.store(floats(row, 1) + at, tl.load(for_b + entry, mask=inside, other=0.0), mask=inside)
