@@ -81,6 +81,9 @@ class Count(_Range):
     type, like, noun = int, numbers.Integral, "a whole number,"
     type_said = "int"
 
+    def __init__(self, low: int = 0, high: float = math.inf, optional: bool = False) -> None:
+        super().__init__(low, high, optional=optional)
+
 
 class ZeroOrCount(Count):
     """0, or a whole number from `low` on."""

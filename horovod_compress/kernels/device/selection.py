@@ -112,7 +112,9 @@ def _coded(calls: List[Any], taken: bool, found: Sequence[_Entries]) -> List[Enc
         else entries._replace(indices=entries.indices[:0], rows=entries.rows[:, :0])
         for entries in found
     ]
-    coded = [(*its[:2], its.rows[0], ()) for its in chosen] if taken else _take(calls, chosen)
+    coded: Any = [(its.indices, its.rows, its.rows[0], ()) for its in chosen]
+    if not taken:
+        coded = _take(calls, chosen)
     indices, rows, values, scales = map(list, zip(*coded))
     return payloads_of(
         indices,
