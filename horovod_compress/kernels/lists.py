@@ -2,7 +2,6 @@
 device is still at work."""
 
 import collections
-import functools
 from typing import (
     Any,
     Callable,
@@ -94,16 +93,6 @@ def by_tensor(
         raise ValueError("lists must have a value for each tensor")
     for row in zip(*columns):
         yield row[:count], dict(zip(options, row[count:]))
-
-
-def for_lists(kernel: Callable[..., Any]) -> Callable[..., List[Any]]:
-    """Makes a kernel of one tensor one of lists of tensors, which returns a list of results."""
-
-    @functools.wraps(kernel)
-    def call(*arrays: Any, **options: Any) -> List[Any]:
-        return [kernel(*its, **own) for its, own in by_tensor(arrays, options)]
-
-    return call
 
 
 def in_groups(

@@ -6,11 +6,11 @@ are uint32. Encoders of a payload's body return `Encoded`.
 """
 
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, List
 
 import numpy as np
 
-from ..lists import for_lists
+from ..lists import by_tensor
 from .adaptive import encode_adacomp, encode_strom, encode_variance
 from .buckets import decode_add_buckets, encode_buckets
 from .codes import (
@@ -96,14 +96,14 @@ __all__ = [
 ]
 
 
-def _quiet(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, in which NumPy does not warn of numbers that overflow or are NaN: gradients have
-    them, and kernels say so."""
+def _for_lists(kernel: Callable[..., Any]) -> Callable[..., List[Any]]:
+    """Makes a kernel of one tensor one of lists of tensors, which returns a list of results. NumPy
+    does not warn of numbers that overflow or are NaN: gradients have them, and kernels say so."""
 
     @functools.wraps(kernel)
-    def call(*arrays: Any, **options: Any) -> Any:
+    def call(*arrays: Any, **options: Any) -> List[Any]:
         with np.errstate(over="ignore", invalid="ignore"):
-            return kernel(*arrays, **options)
+            return [kernel(*its, **own) for its, own in by_tensor(arrays, options)]
 
     return call
 
@@ -116,9 +116,4 @@ _ALONE = {
     "random_bits",
     "seal_frame",
 }
-globals().update(
-    {
-        name: _quiet(globals()[name] if name in _ALONE else for_lists(globals()[name]))
-        for name in __all__
-    }
-)
+globals().update({name: _for_lists(globals()[name]) for name in __all__ if name not in _ALONE})
