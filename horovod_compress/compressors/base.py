@@ -286,22 +286,13 @@ class Compressor(ABC):
         )
 
     def decode_all(
-        self,
-        summed: Arrays,
-        outs: Arrays,
-        states: Sequence[OwnState],
-        steps: Steps,
-        scale: float,
+        self, summed: Arrays, outs: Arrays, states: Sequence[OwnState], steps: Steps, scale: float
     ) -> List[bool]:
         """Decodes sums of tensors as `decode` does each of them."""
         return [self.decode(*each, scale) for each in zip(summed, outs, states, steps)]
 
     def decode_dense_all(
-        self,
-        reduced: Arrays,
-        outs: Arrays,
-        states: Sequence[OwnState],
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: Sequence[OwnState], scale: float
     ) -> List[bool]:
         """Writes reduced ToReducer payloads, of one type, times scale, into `outs`, which may be
         the same arrays. Returns of each whether that is finite."""

@@ -222,11 +222,7 @@ class DenseMomentum(NoCompression):
         return self._move(outs, states, self.dense.decode_all(summed, outs, states, steps, scale))
 
     def decode_dense_all(
-        self,
-        reduced: Arrays,
-        outs: Arrays,
-        states: Sequence[DenseMomentumState],
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: Sequence[DenseMomentumState], scale: float
     ) -> List[bool]:
         # Momentum looks itself whether what needs nothing else is finite.
         if self.momentum and scale == 1 and all(map(operator.is_, reduced, outs)):
@@ -234,10 +230,7 @@ class DenseMomentum(NoCompression):
         return self._move(outs, states, self.dense.decode_dense_all(reduced, outs, states, scale))
 
     def _move(
-        self,
-        outs: Arrays,
-        states: Sequence[DenseMomentumState],
-        finite: List[bool],
+        self, outs: Arrays, states: Sequence[DenseMomentumState], finite: List[bool]
     ) -> List[bool]:
         """Gives mean gradients momentum, where they are finite."""
         if not self.momentum:

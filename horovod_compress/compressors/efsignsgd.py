@@ -41,11 +41,7 @@ class EFSignSGD(ErrorFeedback):
     symmetric = True
 
     def pack_all(
-        self,
-        grads: Arrays,
-        residuals: Arrays,
-        states: States,
-        steps: Steps,
+        self, grads: Arrays, residuals: Arrays, states: States, steps: Steps
     ) -> List[kernels.Encoded]:
         payloads = kernels.of(grads[0]).encode_one_bit(
             grads,

@@ -53,11 +53,7 @@ class Float16(NoCompression):
         return ToReducer(half)
 
     def decode_dense_all(
-        self,
-        reduced: Arrays,
-        outs: Arrays,
-        states: States,
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: States, scale: float
     ) -> List[bool]:
         if isinstance(outs[0], np.ndarray) or reduced[0].dtype == FLOAT32:
             return super().decode_dense_all(reduced, outs, states, scale)

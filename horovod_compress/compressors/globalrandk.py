@@ -148,12 +148,7 @@ class GlobalRandK(SharedCoordinates):
         return payloads
 
     def decode_all(
-        self,
-        summed: Arrays,
-        outs: Arrays,
-        states: States,
-        steps: Steps,
-        scale: float,
+        self, summed: Arrays, outs: Arrays, states: States, steps: Steps, scale: float
     ) -> List[bool]:
         of_model = self.of == "model"
         finite = kernels.of(outs[0]).scatter_add(

@@ -7,16 +7,7 @@ from typing import ClassVar, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..protocol.requests import Collective, ToReducer
-from .base import (
-    REDUCER,
-    Arrays,
-    Compressor,
-    Encoding,
-    OwnState,
-    State,
-    Step,
-    Traits,
-)
+from .base import REDUCER, Arrays, Compressor, Encoding, OwnState, State, Step, Traits
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -43,11 +34,7 @@ class NoCompression(Compressor):
         return ToReducer(grad)
 
     def decode_dense_all(
-        self,
-        reduced: Arrays,
-        outs: Arrays,
-        states: Sequence[OwnState],
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: Sequence[OwnState], scale: float
     ) -> List[bool]:
         if reduced[0].dtype != _FLOAT64:
             return super().decode_dense_all(reduced, outs, states, scale)

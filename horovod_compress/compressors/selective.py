@@ -138,11 +138,7 @@ class ErrorFeedback(GatheringCompressor):
         raise NotImplementedError(f"{self.id} needs a method pack")
 
     def pack_all(
-        self,
-        grads: Arrays,
-        residuals: Arrays,
-        states: States,
-        steps: Steps,
+        self, grads: Arrays, residuals: Arrays, states: States, steps: Steps
     ) -> List[Encoded]:
         """Packs tensors as `pack` does each of them."""
         return [self.pack(*each) for each in zip(grads, residuals, states, steps)]

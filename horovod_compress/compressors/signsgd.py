@@ -47,12 +47,7 @@ class SignSGD(SelectiveCompressor):
         return [Allreduce(words) for words in votes]
 
     def decode_all(
-        self,
-        summed: Arrays,
-        outs: Arrays,
-        states: States,
-        steps: Steps,
-        scale: float,
+        self, summed: Arrays, outs: Arrays, states: States, steps: Steps, scale: float
     ) -> List[bool]:
         size = steps[0].size
         unit = size * scale

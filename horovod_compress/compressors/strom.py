@@ -32,10 +32,6 @@ class Strom(ErrorFeedback):
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
     def pack_all(
-        self,
-        grads: Arrays,
-        residuals: Arrays,
-        states: States,
-        steps: Steps,
+        self, grads: Arrays, residuals: Arrays, states: States, steps: Steps
     ) -> List[kernels.Encoded]:
         return kernels.of(grads[0]).encode_strom(grads, residuals, tau=self.tau)

@@ -37,13 +37,7 @@ from .dense import (
 )
 from .frames import open_frames, seal_frame
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
-from .quantization import (
-    decode_signs,
-    dequantize,
-    encode_scales,
-    encode_signs,
-    quantize,
-)
+from .quantization import decode_signs, dequantize, encode_scales, encode_signs, quantize
 from .random import draw_coordinates, random_bits
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse, decode_sparse, encode_sparse
