@@ -1,11 +1,11 @@
 // What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries,
 // moving and adding up; how threads treat denormal numbers.
 //
-// max_abs and squared_norm read x once, and norms does as one of them. max_abs works on 16 stretches
-// of 64 elements at a time and folds their maxima together, one for each stretch, which the `peaks`
-// of norms get. max_abs_and_deviation sums
-// y and y² by blocks of y = x scaled by a power of two, so that squares stay in range, and reads x
-// again only to see whether all elements are equal.
+// max_abs and squared_norm read x once, and norms does as one of them. max_abs works on 16
+// stretches of 64 elements at a time and folds their maxima together, one for each stretch, which
+// the `peaks` of norms get. max_abs_and_deviation sums y and y² by blocks of y = x scaled by a
+// power of two, so that squares stay in range, and reads x again only to see whether all elements
+// are equal.
 //
 // apply_momentum reads `out` for finiteness, then out and u, writes new_u and out, and reads both
 // for finiteness. scatter_add writes the places that indices name, with prefetching. move reads x,

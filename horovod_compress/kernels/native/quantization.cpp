@@ -259,8 +259,7 @@ bool dequantize(py::array& words, std::optional<py::array> levels, Floats& out, 
         else if (counts)
             dispatch<dequantize_several<decltype(word)>>(from, to, layout, offset, *counts, units);
         else dispatch<dequantize_one<decltype(word)>>(from, to, layout, offset, units[0]);
-        finite = finite &&
-                 (most < std::numeric_limits<float>::max() || peak_of(to, n) < kInfinity);
+        finite = finite && (most < std::numeric_limits<float>::max() || peak_of(to, n) < kInfinity);
     });
     return finite;
 }

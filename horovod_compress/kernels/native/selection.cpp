@@ -2,9 +2,9 @@
 //
 // add_to_residual runs the pass of select.hpp, and chooses nothing. take_entries reads v at given
 // indices, codes what it finds, and then writes v, and u where it is masked, with prefetching.
-// encode_topk is both, of what the pass has chosen, and the body of that, in one call: small tensors
-// cost calls more than passes. The memory for candidates is thread-local, so that a step allocates
-// nothing that grows with a gradient.
+// encode_topk is both, of what the pass has chosen, and the body of that, in one call: small
+// tensors cost calls more than passes. The memory for candidates is thread-local, so that a step
+// allocates nothing that grows with a gradient.
 #include "lists.hpp"
 #include "select.hpp"
 
