@@ -6,10 +6,9 @@ from typing import List, Sequence, Tuple, Union
 import numpy as np
 
 from .. import kernels
-from .base import Step, Traits
+from .base import LOCAL, Arrays, State, Steps, Traits
 from .options import Auto, Count, Number, option
 from .selective import GatheringCompressor
-from .state import LOCAL, State
 
 _CONVOLUTION, _FULLY_CONNECTED = 50, 500
 _NOTHING = np.empty(0, np.uint32), 0.0
@@ -62,7 +61,7 @@ class AdaComp(GatheringCompressor):
         return dataclasses.replace(self, bin_length=length) if self.bin_length == "auto" else self
 
     def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[AdaCompState], steps: Sequence[Step]
+        self, grads: Arrays, states: Sequence[AdaCompState], steps: Steps
     ) -> List[kernels.Encoded]:
         payloads = kernels.of(grads[0]).encode_adacomp(
             grads,

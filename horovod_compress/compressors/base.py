@@ -32,8 +32,11 @@ from .policy import Policy
 # All of them, because other packages' algorithms import them from here.
 from .state import LOCAL as LOCAL
 from .state import SHARED as SHARED
-from .state import Role, State, zeros
+from .state import Role
 from .state import Rollback as Rollback
+from .state import State as State
+from .state import spares as spares
+from .state import zeros as zeros
 
 GATHER = Collective("allgather", "uint8")
 REDUCER = Collective("reducer", "float32")
@@ -46,6 +49,9 @@ Asking = Generator[Any, Any, Result]
 Encoding = Union[Payload, Asking[Payload]]
 # The State that an algorithm's own `init` makes. Its methods may say of which class that is.
 OwnState = Any
+# Of the tensors of a group, one each.
+Arrays = Sequence[np.ndarray]
+States = Sequence[State]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +86,10 @@ class Step:
         return self.lr is not None and self.lr < NO_RATE
 
 
-def with_fields(steps: Sequence[Step], **fields: Any) -> List[Step]:
+Steps = Sequence[Step]
+
+
+def with_fields(steps: Steps, **fields: Any) -> List[Step]:
     """Steps with other values of these fields."""
     changed: Dict[int, Step] = {}
     for step in steps:
@@ -103,7 +112,8 @@ class Traits(NamedTuple):
     corrects_momentum: True if it takes over the optimizer's momentum: it has options momentum,
     nesterov and a method bound; carries_float64: True if gradients of float64 stay that, and do not
     become float32 before `encode`; prefers_updates: True if with Adam it trains worse on gradients
-    than on updates.
+    than on updates; element_bits: bits of an Encoded payload for each element, where those are
+    always the same.
     """
 
     number: int = -1
@@ -118,6 +128,7 @@ class Traits(NamedTuple):
     corrects_momentum: bool = False
     carries_float64: bool = False
     prefers_updates: bool = False
+    element_bits: Optional[float] = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -215,9 +226,7 @@ class Compressor(ABC):
         """
         raise NotImplementedError(f"{self.id} needs a method encode")
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[OwnState], steps: Sequence[Step]
-    ) -> Encodings:
+    def encode_all(self, grads: Arrays, states: Sequence[OwnState], steps: Steps) -> Encodings:
         """Encodes tensors as `encode` does each of them. Their steps differ in squares, lr and base
         alone. A generator yields a list of requests, one for each tensor, or None for one that asks
         no more, and is sent a list of results."""
@@ -230,7 +239,7 @@ class Compressor(ABC):
     def payload_bits(self, numel: int, step: Step) -> Optional[float]:
         """Bits of this step's Encoded payload for each element of the tensor; None where they
         depend on the gradients. The exchange compares them with those of a dense exchange."""
-        return None
+        return self.traits.element_bits
 
     def stage(self, index: int) -> Any:
         """Stands for what `payload_bits` depends on beside the number of elements: alike for steps
@@ -238,7 +247,7 @@ class Compressor(ABC):
         return index if type(self).payload_bits is not Compressor.payload_bits else None
 
     def encode_dense_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[OwnState], steps: Sequence[Step]
+        self, grads: Arrays, states: Sequence[OwnState], steps: Steps
     ) -> Encodings:
         """The residuals plus the gradients, as ToReducer payloads. The exchange calls this instead
         of `encode_all` where gathered payloads would move more bytes."""
@@ -254,11 +263,12 @@ class Compressor(ABC):
         return kernels.then(finite, leave) if there is None else leave(there)
 
     def accumulate_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
+        self, grads: Arrays, states: Sequence[State], steps: Steps
     ) -> Sequence[bool]:
         """Adds the finite elements of gradients to the residuals and leaves the gradients zero.
         Returns of each whether all were finite."""
-        return add_to_residuals(grads, [self.residual(state) for state in states], steps[0].scale)
+        residuals = [self.residual(state) for state in states]
+        return kernels.of(grads[0]).add_to_residual(grads, None, residuals, scale=steps[0].scale)
 
     def forget_sent(self, state: OwnState) -> None:
         """Clears the residual, after a dense step that succeeded."""
@@ -276,26 +286,25 @@ class Compressor(ABC):
         )
 
     def decode_all(
-        self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
-        states: Sequence[OwnState],
-        steps: Sequence[Step],
-        scale: float,
+        self, summed: Arrays, outs: Arrays, states: Sequence[OwnState], steps: Steps, scale: float
     ) -> List[bool]:
         """Decodes sums of tensors as `decode` does each of them."""
         return [self.decode(*each, scale) for each in zip(summed, outs, states, steps)]
 
     def decode_dense_all(
-        self,
-        reduced: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
-        states: Sequence[OwnState],
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: Sequence[OwnState], scale: float
     ) -> List[bool]:
         """Writes reduced ToReducer payloads, of one type, times scale, into `outs`, which may be
         the same arrays. Returns of each whether that is finite."""
-        return decode_dense(reduced, outs, scale)
+        kernel = kernels.of(outs[0])
+        if reduced[0].dtype != FLOAT32:
+            largest = kernel.decode_float16([each.view(np.uint16) for each in reduced], outs)
+        else:
+            for each, out in zip(reduced, outs):
+                if each is not out:
+                    np.copyto(out, each)
+            largest = kernel.max_abs(outs)
+        return multiply(outs, [scale] * len(outs), largest)
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float) -> bool:
         """Decodes the body of one rank's Encoded payload and adds it, times scale, to `out`, which
@@ -304,9 +313,7 @@ class Compressor(ABC):
         ValueError for a body that `encode` cannot have made."""
         return Compressor.add_all(self, [body], [out], scale)[0]
 
-    def add_all(
-        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-    ) -> List[bool]:
+    def add_all(self, bodies: Arrays, outs: Arrays, scale: float) -> List[bool]:
         """Adds one rank's bodies as `add` does each of them."""
         return kernels.of(outs[0]).decode_add_sparse(outs, bodies, scale=scale)
 
@@ -337,16 +344,7 @@ class Compressor(ABC):
 complete(Compressor)
 
 
-def scale_all(grads: Sequence[np.ndarray], factor: float) -> None:
-    """Multiplies gradients by a factor, in place."""
-    if factor != 1:
-        for grad in grads:
-            grad *= np.float32(factor)
-
-
-def _leave_residuals(
-    grads: Sequence[np.ndarray], residuals: Sequence[np.ndarray], finite: Any
-) -> List[ToReducer]:
+def _leave_residuals(grads: Arrays, residuals: Arrays, finite: Any) -> List[ToReducer]:
     """Payloads of residuals, in the gradients' memory, with a NaN in each that says that a gradient
     was not finite. finite: of each whether it was, or an array on a device, of NaN or -0, which
     changes no number."""
@@ -359,34 +357,7 @@ def _leave_residuals(
     return [ToReducer(grad) for grad in grads]
 
 
-def add_to_residuals(
-    grads: Sequence[np.ndarray], residuals: Sequence[Optional[np.ndarray]], scale: float
-) -> Sequence[bool]:
-    """Adds to residuals the finite elements of gradients, times scale, and leaves the gradients
-    zero. Returns of each whether all were finite."""
-    added = kernels.of(grads[0]).add_to_residual(grads, None, residuals, scale=scale)
-    return kernels.then(added, lambda found: [finite for _, finite in found])
-
-
-def decode_dense(
-    reduced: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-) -> List[bool]:
-    """Writes reduced arrays, of float32 or float16, times scale, into others, which may be the
-    same. Returns of each whether it is finite."""
-    of = kernels.of(outs[0])
-    if reduced[0].dtype != FLOAT32:
-        largest = of.decode_float16([each.view(np.uint16) for each in reduced], outs)
-    else:
-        for each, out in zip(reduced, outs):
-            if each is not out:
-                np.copyto(out, each)
-        largest = of.max_abs(outs)
-    return multiply(outs, [scale] * len(outs), largest)
-
-
-def multiply(
-    outs: Sequence[np.ndarray], scales: Sequence[float], largest: Sequence[float]
-) -> List[bool]:
+def multiply(outs: Arrays, scales: Sequence[float], largest: Sequence[float]) -> List[bool]:
     """Multiplies arrays that have these largest magnitudes. Returns of each whether it is
     finite."""
     for out, scale in zip(outs, scales):

@@ -1,13 +1,10 @@
 """bfloat16: float32's range with 8 bits of precision."""
 
 import dataclasses
-from typing import List, Sequence
-
-import numpy as np
+from typing import List
 
 from .. import kernels
-from .base import Compressor, Step, Traits
-from .state import State, spares
+from .base import Arrays, Compressor, States, Steps, Traits, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -25,17 +22,10 @@ class BFloat16(Compressor):
         number=16,
         paper="-",
         on_device=True,
+        element_bits=16,
     )
 
-    def payload_bits(self, numel: int, step: Step) -> float:
-        return 16
-
-    def stage(self, index: int) -> None:
-        return None
-
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         buffers = spares([state.buffer for state in states])
         payloads = kernels.of(grads[0]).encode_bf16(grads, buffers)
         # A device does not use it again.
@@ -43,7 +33,5 @@ class BFloat16(Compressor):
             state.buffer = payload.buffer
         return payloads
 
-    def add_all(
-        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-    ) -> List[bool]:
+    def add_all(self, bodies: Arrays, outs: Arrays, scale: float) -> List[bool]:
         return kernels.of(outs[0]).decode_add_bf16(outs, bodies, scale=scale)

@@ -10,11 +10,10 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.reference.sparse import VALUE_BITS
-from .base import Step, Traits
+from .base import LOCAL, Arrays, Rollback, States, Steps, Traits
 from .options import Auto, Count, Number, OneOf, option
 from .powersgd import matrix_of
 from .selective import SelectiveCompressor
-from .state import LOCAL, Rollback, State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -66,9 +65,7 @@ class DeMo(SelectiveCompressor):
             )
         return self
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         payloads = kernels.of(grads[0]).encode_dct(
             grads,
             [state.arrays["residual"] for state in states],
@@ -83,23 +80,17 @@ class DeMo(SelectiveCompressor):
             state.rollbacks = [Rollback("residual", None, payload.body)]
         return payloads
 
-    def accumulate_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Sequence[bool]:
+    def accumulate_all(self, grads: Arrays, states: States, steps: Steps) -> Sequence[bool]:
         for state in states:
             state.arrays["residual"] *= np.float32(self.decay)
         return super().accumulate_all(grads, states, steps)
 
-    def add_all(
-        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-    ) -> List[bool]:
+    def add_all(self, bodies: Arrays, outs: Arrays, scale: float) -> List[bool]:
         return kernels.of(outs[0]).decode_add_dct(
             outs, bodies, *self._transforms(outs), width=int(self.columns), scale=scale
         )
 
-    def _transforms(
-        self, tensors: Sequence[np.ndarray]
-    ) -> Tuple[List[np.ndarray], List[np.ndarray]]:
+    def _transforms(self, tensors: Arrays) -> Tuple[List[np.ndarray], List[np.ndarray]]:
         """The matrices that transform rows, and those that transform columns, of the chunks that
         tensors are cut into."""
         width = int(self.columns)

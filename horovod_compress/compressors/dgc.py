@@ -10,12 +10,23 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Collective, ToReducer
-from .base import Compressor, Encodings, Step, Traits
+from .base import (
+    LOCAL,
+    SHARED,
+    Arrays,
+    Compressor,
+    Encodings,
+    State,
+    States,
+    Step,
+    Steps,
+    Traits,
+    zeros,
+)
 from .dense import dense_compressor
 from .none import NoCompression
 from .options import Count, Flag, Number, OneOf, Schedule, ZeroOrCount, option
 from .quantizer import QuantizerState
-from .state import LOCAL, SHARED, State, zeros
 from .topk import TopK
 
 
@@ -134,9 +145,7 @@ class DGC(TopK):
             u *= np.float32(self._factor / state.factor)
             state.factor = self._factor
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         factor, masking = self._factor, self.masking
         for state in states:
             if state.factor != factor:
@@ -145,12 +154,10 @@ class DGC(TopK):
         masks = [masking and (step.lr is None or not step.frozen) for step in steps]
         return self.select(grads, states, steps, self.m, bool(self.nesterov), masks)
 
-    def accumulate_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Sequence[bool]:
+    def accumulate_all(self, grads: Arrays, states: States, steps: Steps) -> Sequence[bool]:
         for state in states:
             self.apply_pending(state)
-        added = kernels.of(grads[0]).add_to_residual(
+        return kernels.of(grads[0]).add_to_residual(
             grads,
             [state.arrays["u"] for state in states] if self.m else None,
             [state.arrays["v"] for state in states],
@@ -158,7 +165,6 @@ class DGC(TopK):
             nesterov=bool(self.nesterov),
             scale=steps[0].scale,
         )
-        return kernels.then(added, lambda found: [finite for _, finite in found])
 
 
 @dataclasses.dataclass
@@ -196,9 +202,7 @@ class DenseMomentum(NoCompression):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return self.dense.collectives(size)
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Encodings:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> Encodings:
         return self.dense.encode_all(grads, states, steps)
 
     def init(self, name: str, shape: Tuple[int, ...]) -> DenseMomentumState:
@@ -209,20 +213,16 @@ class DenseMomentum(NoCompression):
 
     def decode_all(
         self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
+        summed: Arrays,
+        outs: Arrays,
         states: Sequence[DenseMomentumState],
-        steps: Sequence[Step],
+        steps: Steps,
         scale: float,
     ) -> List[bool]:
         return self._move(outs, states, self.dense.decode_all(summed, outs, states, steps, scale))
 
     def decode_dense_all(
-        self,
-        reduced: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
-        states: Sequence[DenseMomentumState],
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: Sequence[DenseMomentumState], scale: float
     ) -> List[bool]:
         # Momentum looks itself whether what needs nothing else is finite.
         if self.momentum and scale == 1 and all(map(operator.is_, reduced, outs)):
@@ -230,10 +230,7 @@ class DenseMomentum(NoCompression):
         return self._move(outs, states, self.dense.decode_dense_all(reduced, outs, states, scale))
 
     def _move(
-        self,
-        outs: Sequence[np.ndarray],
-        states: Sequence[DenseMomentumState],
-        finite: List[bool],
+        self, outs: Arrays, states: Sequence[DenseMomentumState], finite: List[bool]
     ) -> List[bool]:
         """Gives mean gradients momentum, where they are finite."""
         if not self.momentum:

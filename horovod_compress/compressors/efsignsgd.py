@@ -1,15 +1,12 @@
 """EF-SignSGD (Karimireddy, Rebjock, Stich, Jaggi, ICML 2019, arXiv 1901.09847)."""
 
 import dataclasses
-from typing import List, Optional, Sequence
-
-import numpy as np
+from typing import List, Optional
 
 from .. import kernels
-from .base import Step, Traits
+from .base import Arrays, States, Steps, Traits, spares
 from .options import Flag, option
 from .selective import ErrorFeedback
-from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,6 +28,7 @@ class EFSignSGD(ErrorFeedback):
             "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression "
             "Schemes, ICML 2019, arXiv 1901.09847"
         ),
+        element_bits=1,
     )
 
     follow_lr: Optional[bool] = option(
@@ -42,18 +40,8 @@ class EFSignSGD(ErrorFeedback):
 
     symmetric = True
 
-    def payload_bits(self, numel: int, step: Step) -> float:
-        return 1
-
-    def stage(self, index: int) -> None:
-        return None
-
     def pack_all(
-        self,
-        grads: Sequence[np.ndarray],
-        residuals: Sequence[np.ndarray],
-        states: Sequence[State],
-        steps: Sequence[Step],
+        self, grads: Arrays, residuals: Arrays, states: States, steps: Steps
     ) -> List[kernels.Encoded]:
         payloads = kernels.of(grads[0]).encode_one_bit(
             grads,
@@ -66,7 +54,5 @@ class EFSignSGD(ErrorFeedback):
             state.buffer = payload.buffer
         return payloads
 
-    def add_all(
-        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-    ) -> List[bool]:
+    def add_all(self, bodies: Arrays, outs: Arrays, scale: float) -> List[bool]:
         return kernels.of(outs[0]).decode_add_one_bit(outs, bodies, scale=scale)

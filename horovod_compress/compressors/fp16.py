@@ -8,9 +8,8 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import FLOAT32, Collective, ToReducer
-from .base import Step, Traits
+from .base import Arrays, State, States, Step, Traits
 from .none import NoCompression
-from .state import State
 
 _LARGEST = 65504
 # Halfway to the next: what is as large rounds to infinity.
@@ -54,11 +53,7 @@ class Float16(NoCompression):
         return ToReducer(half)
 
     def decode_dense_all(
-        self,
-        reduced: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
-        states: Sequence[State],
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: States, scale: float
     ) -> List[bool]:
         if isinstance(outs[0], np.ndarray) or reduced[0].dtype == FLOAT32:
             return super().decode_dense_all(reduced, outs, states, scale)
@@ -72,7 +67,7 @@ class Float16(NoCompression):
         return kernels.then(finite, counted)
 
 
-def _count_overflows(states: Sequence[State], largest: Sequence[float]) -> None:
+def _count_overflows(states: States, largest: Sequence[float]) -> None:
     """Counts gradients, by their largest magnitudes, that are finite, and not in float16."""
     for state, its in zip(states, largest):
         if _INFINITE <= its < np.inf:

@@ -3,16 +3,15 @@
 
 import dataclasses
 import math
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import Step, Traits, add_to_residuals, scale_all
+from .base import LOCAL, Arrays, Rollback, State, States, Steps, Traits
 from .options import Count, Flag, Number, OneOf, option
 from .selective import SelectiveCompressor
-from .state import LOCAL, Rollback, State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,14 +64,13 @@ class SharedCoordinates(SelectiveCompressor):
             else self.traits.state_type(name)
         )
 
-    def draw(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Tuple[Sequence[np.ndarray], List[bool]]:
+    def draw(self, grads: Arrays, states: States, steps: Steps) -> Tuple[Arrays, List[bool]]:
         """(values, finite) of each tensor's step, moved out of gradients or residuals, at
         `State.indices`. Where that is None, values are the gradient itself."""
         step, kernel = steps[0], kernels.of(grads[0])
         if not self.sparse:
-            scale_all(grads, step.scale)
+            for grad in grads if step.scale != 1 else ():
+                grad *= np.float32(step.scale)
             return grads, [True] * len(grads)
         for grad, state in zip(grads, states):
             state.indices = self._coordinates(grad.size, state, step.index)
@@ -87,7 +85,7 @@ class SharedCoordinates(SelectiveCompressor):
                 grad.fill(0)
             return values, finite
         residuals = [state.arrays["residual"] for state in states]
-        finite = list(add_to_residuals(grads, residuals, step.scale))
+        finite = list(self.accumulate_all(grads, states, steps))
         taken = kernel.take_entries(drawn, residuals, None, kind="fp32", masked=0)
         for state, (indices, _, its, _) in zip(states, taken):
             state.rollbacks = [Rollback("residual", indices, its.copy())]
@@ -138,9 +136,7 @@ class GlobalRandK(SharedCoordinates):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", "float32", "sum"),)
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[Allreduce]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[Allreduce]:
         payloads = []
         for values, finite in zip(*self.draw(grads, states, steps)):
             drawn = values.size
@@ -152,12 +148,7 @@ class GlobalRandK(SharedCoordinates):
         return payloads
 
     def decode_all(
-        self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
-        states: Sequence[State],
-        steps: Sequence[Step],
-        scale: float,
+        self, summed: Arrays, outs: Arrays, states: States, steps: Steps, scale: float
     ) -> List[bool]:
         of_model = self.of == "model"
         finite = kernels.of(outs[0]).scatter_add(

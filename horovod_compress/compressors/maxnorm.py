@@ -3,12 +3,12 @@
 
 import dataclasses
 import functools
-import math
-from typing import List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
+from .base import LARGEST, Arrays
 from .options import Count, OneOf, option
 from .quantizer import SharedScaleQuantizer
 
@@ -46,14 +46,7 @@ class MaxNorm(SharedScaleQuantizer):
         return tuple(2.0**bits - 1 for bits in np.atleast_1d(self.bits).tolist())
 
     def norms_of(
-        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
-    ) -> List[float]:
-        kernel = kernels.of(values[0])
-        if not isinstance(values[0], np.ndarray):
-            return kernel.norms(values, l2=self.norm == "l2")
-        if self.norm == "max":
-            return kernel.max_abs(values, peaks)
-        if peaks is not None:
-            kernel.max_abs(values, peaks)  # fills peaks
-        squares = kernel.squared_norm(values)
-        return [math.sqrt(its) if math.isfinite(its) else math.inf for its in squares]
+        self, values: Arrays, peaks: Optional[List[np.ndarray]]
+    ) -> Tuple[List[np.ndarray], Any]:
+        # No magnitude is above its norm.
+        return kernels.of(values[0]).norms(values, peaks, l2=self.norm == "l2"), LARGEST

@@ -1,14 +1,11 @@
 """Natural compression (Horvath et al., arXiv 1905.10988)."""
 
 import dataclasses
-from typing import List, Sequence
-
-import numpy as np
+from typing import List
 
 from .. import kernels
-from .base import Step, Traits
+from .base import Arrays, States, Steps, Traits, spares
 from .selective import GatheringCompressor
-from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -28,17 +25,10 @@ class Natural(GatheringCompressor):
         paper=(
             "Horvath et al., Natural Compression for Distributed Deep Learning, arXiv 1905.10988"
         ),
+        element_bits=9,
     )
 
-    def payload_bits(self, numel: int, step: Step) -> float:
-        return 9
-
-    def stage(self, index: int) -> None:
-        return None
-
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         payloads = kernels.of(grads[0]).encode_natural(
             grads, spares([state.buffer for state in states]), key=self.rounding_keys(states, steps)
         )
@@ -46,7 +36,5 @@ class Natural(GatheringCompressor):
             state.buffer = payload.buffer
         return payloads
 
-    def add_all(
-        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-    ) -> List[bool]:
+    def add_all(self, bodies: Arrays, outs: Arrays, scale: float) -> List[bool]:
         return kernels.of(outs[0]).decode_add_natural(outs, bodies, scale=scale)

@@ -7,8 +7,7 @@ from typing import ClassVar, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..protocol.requests import Collective, ToReducer
-from .base import REDUCER, Compressor, Encoding, OwnState, Step, Traits, decode_dense
-from .state import State
+from .base import REDUCER, Arrays, Compressor, Encoding, OwnState, State, Step, Traits
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -35,14 +34,10 @@ class NoCompression(Compressor):
         return ToReducer(grad)
 
     def decode_dense_all(
-        self,
-        reduced: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
-        states: Sequence[OwnState],
-        scale: float,
+        self, reduced: Arrays, outs: Arrays, states: Sequence[OwnState], scale: float
     ) -> List[bool]:
         if reduced[0].dtype != _FLOAT64:
-            return decode_dense(reduced, outs, scale)
+            return super().decode_dense_all(reduced, outs, states, scale)
         return [_decode_float64(each, out, scale) for each, out in zip(reduced, outs)]
 
 

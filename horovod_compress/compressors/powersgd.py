@@ -8,10 +8,9 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import Asking, Step, Traits
+from .base import LOCAL, SHARED, Arrays, Asking, State, Steps, Traits, zeros
 from .options import Count, Number, option
 from .selective import SelectiveCompressor
-from .state import LOCAL, SHARED, State, zeros
 
 # Largest of those vectors of Q that are not shortened any more.
 _SHORT = 2.0**-40
@@ -107,7 +106,7 @@ class PowerSGD(SelectiveCompressor):
         return dataclasses.replace(self, start_step=0)
 
     def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[PowerSGDState], steps: Sequence[Step]
+        self, grads: Arrays, states: Sequence[PowerSGDState], steps: Steps
     ) -> Asking[List[Allreduce]]:
         if steps[0].index < self.start_step:
             # The residual has it too, until the step has succeeded.
@@ -153,10 +152,10 @@ class PowerSGD(SelectiveCompressor):
 
     def decode_all(
         self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
+        summed: Arrays,
+        outs: Arrays,
         states: Sequence[PowerSGDState],
-        steps: Sequence[Step],
+        steps: Steps,
         scale: float,
     ) -> List[bool]:
         if steps[0].index < self.start_step:

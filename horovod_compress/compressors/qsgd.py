@@ -1,15 +1,12 @@
 """QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017, arXiv 1610.02132)."""
 
 import dataclasses
-from typing import List, Optional, Sequence
-
-import numpy as np
+from typing import List, Optional
 
 from .. import kernels
-from .base import Step, Traits
+from .base import Arrays, States, Steps, Traits, spares
 from .options import Count, OneOf, option
 from .selective import GatheringCompressor
-from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,9 +51,7 @@ class QSGD(GatheringCompressor):
         """The number of levels above 0."""
         return self.levels or 2**self.bits - 1
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         payloads = kernels.of(grads[0]).encode_buckets(
             grads,
             spares([state.buffer for state in states]),
@@ -70,9 +65,7 @@ class QSGD(GatheringCompressor):
             (state.buffer,) = payload.undo
         return payloads
 
-    def add_all(
-        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-    ) -> List[bool]:
+    def add_all(self, bodies: Arrays, outs: Arrays, scale: float) -> List[bool]:
         return kernels.of(outs[0]).decode_add_buckets(
             outs, bodies, steps=self.s, bucket=self.bucket_size, scale=scale
         )

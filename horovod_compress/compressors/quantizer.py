@@ -9,22 +9,21 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import LARGEST, Asking, Step
+from .base import Arrays, Asking, State, Steps, spares
 from .globalrandk import SharedCoordinates
-from .state import State, spares
 
 
 @dataclasses.dataclass
 class QuantizerState(State):
     """peaks are the bits of the largest magnitude of each 64 values. scales are this rank's words
-    that say which scales fit, and levels, with several scales, how many ranks' codes fit each. w is
-    the largest norm of all ranks in the open step, infinite where something is not finite; on a
-    device an array of one number."""
+    that say which scales fit, and levels, with several scales, how many ranks' codes fit each. w,
+    an array of one number, is the largest norm of all ranks in the open step, infinite where
+    something is not finite."""
 
     peaks: Optional[np.ndarray] = None
     scales: Optional[np.ndarray] = None
     levels: Optional[np.ndarray] = None
-    w: Any = 0.0
+    w: Any = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,25 +53,27 @@ class SharedScaleQuantizer(SharedCoordinates):
 
     @abstractmethod
     def norms_of(
-        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
-    ) -> List[float]:
-        """This rank's norm of each tensor; infinity where values are not finite. A tensor's shared
-        scale is the largest norm of all ranks. With one scale, magnitudes are clipped at this norm.
-        On a device it is an array of one number, and no magnitude is above it. peaks are filled as
-        by the kernel `max_abs`, and None with one scale."""
+        self, values: Arrays, peaks: Optional[List[np.ndarray]]
+    ) -> Tuple[List[np.ndarray], Any]:
+        """(this rank's norm of each tensor, where magnitudes are clipped). Norms are arrays of one
+        number, infinite where values are not finite. A tensor's shared scale is the largest norm of
+        all ranks. peaks are filled as by the kernel `norms`, and None with one scale."""
 
     def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[QuantizerState], steps: Sequence[Step]
+        self, grads: Arrays, states: Sequence[QuantizerState], steps: Steps
     ) -> Asking[List[Allreduce]]:
         size, several = steps[0].size, len(self.steps) > 1
         values, finite = self.draw(grads, states, steps)
         # What was drawn may be on the CPU.
         kernel = kernels.of(values[0])
         peaks = _peaks(values, states) if several else None
-        norms = [
-            norm if good else math.inf for norm, good in zip(self.norms_of(values, peaks), finite)
-        ]
-        clips = yield from _agree(norms, values, peaks, states)
+        norms, clip = self.norms_of(values, peaks)
+        for norm, good in zip(norms, finite):
+            if not good:
+                norm.fill(math.inf)
+        largest = yield [Allreduce(norm, "max") for norm in norms]
+        for state, w in zip(states, largest):
+            state.w = w
         shared = self._shared(states, size)
         if several:
             scales = kernel.encode_scales(
@@ -92,27 +93,30 @@ class SharedScaleQuantizer(SharedCoordinates):
             values,
             _levels(states, self.steps),
             spares([state.buffer for state in states]),
-            clip=clips,
+            clip=clip,
             key=self.rounding_keys(states, steps),
             **shared,
         )
         for state, its in zip(states, words):
             state.buffer = its
         if states[0].rollbacks:
-            kernel.dequantize(words, _levels(states, self.steps), values, scale=1.0, **shared)
-            for state, its in zip(states, values):
+            sent = kernel.dequantize(
+                words, _levels(states, self.steps), values, scale=1.0, **shared
+            )
+            for state, its, good in zip(states, values, sent):
                 # The rounding error, what was drawn less what is sent, goes into the residual.
                 (drawn,) = state.rollbacks
-                state.arrays["residual"][drawn.indices] += drawn.values - its
-                state.rollbacks = [drawn._replace(values=its)]
+                if good:
+                    state.arrays["residual"][drawn.indices] += drawn.values - its
+                    state.rollbacks = [drawn._replace(values=its)]
         return [Allreduce(its, elements=each.size) for its, each in zip(words, values)]
 
     def decode_all(
         self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
+        summed: Arrays,
+        outs: Arrays,
         states: Sequence[QuantizerState],
-        steps: Sequence[Step],
+        steps: Steps,
         scale: float,
     ) -> List[bool]:
         size = steps[0].size
@@ -123,59 +127,29 @@ class SharedScaleQuantizer(SharedCoordinates):
         finite = kernels.of(values[0]).dequantize(
             summed, _levels(states, self.steps), values, scale=scale, **self._shared(states, size)
         )
-        if not isinstance(values[0], np.ndarray):
-            return finite
-        for out, state, its in zip(outs, states, values):
-            if not math.isfinite(state.w) or not math.isfinite(scale):
-                out.fill(np.nan)
-            elif state.indices is not None:
-                out[state.indices] = its
-        if all([state.w * abs(scale) * size < LARGEST for state in states]):
-            return [True] * len(outs)
-        return [largest < np.inf for largest in kernels.of(outs[0]).max_abs(outs)]
+        if self.sparse:
+            for out, state, its, good in zip(outs, states, values, finite):
+                if good:
+                    out[state.indices] = its
+                else:
+                    out.fill(np.nan)
+        return finite
 
     def _shared(self, states: Sequence[QuantizerState], size: int) -> Dict[str, Any]:
         """Options of kernels that are alike for the codes of all ranks."""
         return {
-            "w": [
-                0.0 if isinstance(state.w, float) and math.isinf(state.w) else state.w
-                for state in states
-            ],
+            "w": [state.w for state in states],
             "steps": self.steps,
             "width": _width(self.steps, size),
             "size": size,
         }
 
 
-def _agree(
-    norms: List[Any],
-    values: Sequence[np.ndarray],
-    peaks: Optional[List[np.ndarray]],
-    states: Sequence[QuantizerState],
-) -> Asking[List[Any]]:
-    """Gives states the largest norm of all ranks. Returns of each tensor where its magnitudes
-    are clipped."""
-    if not isinstance(values[0], np.ndarray):
-        largest = yield [Allreduce(norm, "max") for norm in norms]
-        for state, its in zip(states, largest):
-            state.w = its
-        return largest
-    largest = yield [Allreduce(np.array([norm], np.float32), "max") for norm in norms]
-    for i, state in enumerate(states):
-        state.w = float(largest[i][0])
-        # On some rank: no rank's gradient is used.
-        if not math.isfinite(state.w):
-            values[i].fill(0)
-            if peaks is not None:
-                peaks[i].fill(0)
-    return [min(norm, state.w) for norm, state in zip(norms, states)]
-
-
 def _levels(states: Sequence[QuantizerState], steps: Sequence[float]) -> Optional[List[Any]]:
     return [state.levels for state in states] if len(steps) > 1 else None
 
 
-def _peaks(values: Sequence[np.ndarray], states: Sequence[QuantizerState]) -> List[np.ndarray]:
+def _peaks(values: Arrays, states: Sequence[QuantizerState]) -> List[np.ndarray]:
     """The states' memory for peaks of so many values."""
     for each, state in zip(values, states):
         stretches = -(-each.size // 64)

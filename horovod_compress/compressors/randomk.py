@@ -4,15 +4,14 @@ arXiv 1809.07599)."""
 import dataclasses
 import math
 import struct
-from typing import List, Sequence
+from typing import List
 
 import numpy as np
 
 from .. import kernels
-from .base import Step, Traits, add_to_residuals
+from .base import LOCAL, Arrays, Rollback, States, Step, Steps, Traits
 from .options import Number, option
 from .selective import GatheringCompressor
-from .state import LOCAL, Rollback, State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,11 +46,9 @@ class RandomK(GatheringCompressor):
     def stage(self, index: int) -> None:
         return None
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         residuals = [state.arrays["residual"] for state in states]
-        finite = add_to_residuals(grads, residuals, steps[0].scale)
+        finite = self.accumulate_all(grads, states, steps)
         keys = [
             self.key("own", state.name, step.index, step.rank) for state, step in zip(states, steps)
         ]
@@ -70,9 +67,7 @@ class RandomK(GatheringCompressor):
     def _count(self, numel: int) -> int:
         return max(min(1, numel), math.ceil(self.ratio * numel - 1e-6))
 
-    def add_all(
-        self, bodies: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float
-    ) -> List[bool]:
+    def add_all(self, bodies: Arrays, outs: Arrays, scale: float) -> List[bool]:
         for body, out in zip(bodies, outs):
             if len(body) < 8 or (len(body) - 8) % 4 or (len(body) - 8) // 4 > out.size:
                 raise ValueError(

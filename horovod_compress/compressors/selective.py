@@ -9,10 +9,23 @@ from typing import Any, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..kernels import Encoded
-from .base import Compressor, Step
-from .learning_rate import grow, growth
+from .base import (
+    LOCAL,
+    NO_RATE,
+    SHARED,
+    Arrays,
+    Compressor,
+    Rollback,
+    State,
+    States,
+    Step,
+    Steps,
+    zeros,
+)
 from .options import Count, Flag, OneOf, Patterns, option
-from .state import LOCAL, SHARED, Rollback, State, zeros
+
+# Of a residual in a step, so that it stays finite.
+_MOST_GROWTH = 2.0**100
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,7 +71,7 @@ class SelectiveCompressor(Compressor):
         text = "/".join(map(str, (self.seed, *words)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
-    def rounding_keys(self, states: Sequence[State], steps: Sequence[Step]) -> List[int]:
+    def rounding_keys(self, states: States, steps: Steps) -> List[int]:
         """The keys by which this rank rounds these tensors at random in this step."""
         index, rank = steps[0].index, steps[0].rank
         return [self.key("rounding", state.name, index, rank) for state in states]
@@ -95,23 +108,28 @@ class ErrorFeedback(GatheringCompressor):
         return State(name, arrays)
 
     def growth(self, state: State, step: Step) -> float:
-        """The factor by which this step multiplies the residual: see `learning_rate.growth`."""
-        return growth(state.arrays["lr"], step.lr) if self.follow_lr else 1.0
+        """The factor by which this step multiplies the residual: γ of the step before over γ of
+        this one. At γ = 0 the optimizer applies nothing, so such a step counts as one with the γ
+        before. What was kept before the first γ is known, is dropped."""
+        if not self.follow_lr or step.lr is None or not step.lr >= NO_RATE:
+            return 1.0
+        last = state.arrays["lr"]
+        before, last[0] = float(last[0]), step.lr
+        return min(before / step.lr, _MOST_GROWTH)
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[Encoded]:
         residuals = [state.arrays["residual"] for state in states]
         payloads = self.pack_all(grads, residuals, states, steps)
         for state, payload in zip(states, payloads):
             state.rollbacks.append(Rollback("residual", None, payload.body))
         return payloads
 
-    def accumulate_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Sequence[bool]:
+    def accumulate_all(self, grads: Arrays, states: States, steps: Steps) -> Sequence[bool]:
         for state, step in zip(states, steps):
-            grow(state.arrays["residual"], self.growth(state, step))
+            residual, factor = state.arrays["residual"], self.growth(state, step)
+            if factor != 1:
+                residual *= np.float32(factor)
+                np.clip(residual, -_MOST_GROWTH, _MOST_GROWTH, out=residual)
         return super().accumulate_all(grads, states, steps)
 
     def pack(self, grad: np.ndarray, residual: np.ndarray, state: State, step: Step) -> Encoded:
@@ -120,11 +138,24 @@ class ErrorFeedback(GatheringCompressor):
         raise NotImplementedError(f"{self.id} needs a method pack")
 
     def pack_all(
-        self,
-        grads: Sequence[np.ndarray],
-        residuals: Sequence[np.ndarray],
-        states: Sequence[State],
-        steps: Sequence[Step],
+        self, grads: Arrays, residuals: Arrays, states: States, steps: Steps
     ) -> List[Encoded]:
         """Packs tensors as `pack` does each of them."""
         return [self.pack(*each) for each in zip(grads, residuals, states, steps)]
+
+
+def decide_follow_lr(compressor: Compressor, known: bool, default: bool) -> Compressor:
+    """The compressor with `follow_lr` decided, by `default` where the user left it open. known:
+    whether every step will have a learning rate. Raises ValueError where `follow_lr` needs one and
+    there is none."""
+    follow_lr = compressor.policy.follow_lr
+    if follow_lr and not known:
+        raise ValueError(
+            f"{compressor.id}: follow_lr needs the optimizer, whose learning rate it follows"
+        )
+    # An option only of some.
+    return (
+        dataclasses.replace(compressor, **{"follow_lr": default})
+        if follow_lr is None
+        else compressor
+    )

@@ -2,15 +2,14 @@
 
 import dataclasses
 import math
-from typing import List, Sequence, Tuple
+from typing import List, Tuple
 
 import numpy as np
 
 from .. import kernels
 from ..protocol.requests import Allreduce, Collective
-from .base import Step, Traits
+from .base import Arrays, States, Steps, Traits, spares
 from .selective import SelectiveCompressor
-from .state import State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -38,9 +37,7 @@ class SignSGD(SelectiveCompressor):
     def collectives(self, size: int) -> Tuple[Collective, ...]:
         return (Collective("allreduce", kernels.word_dtype(_width(size)).name, "sum"),)
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[Allreduce]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[Allreduce]:
         k, buffers = kernels.of(grads[0]), spares([state.buffer for state in states])
         votes = k.encode_signs(grads, buffers, width=_width(steps[0].size))
         for state, words, largest in zip(states, votes, k.max_abs(grads)):
@@ -50,12 +47,7 @@ class SignSGD(SelectiveCompressor):
         return [Allreduce(words) for words in votes]
 
     def decode_all(
-        self,
-        summed: Sequence[np.ndarray],
-        outs: Sequence[np.ndarray],
-        states: Sequence[State],
-        steps: Sequence[Step],
-        scale: float,
+        self, summed: Arrays, outs: Arrays, states: States, steps: Steps, scale: float
     ) -> List[bool]:
         size = steps[0].size
         unit = size * scale

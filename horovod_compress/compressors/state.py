@@ -2,12 +2,12 @@
 
 import dataclasses
 import enum
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+import threading
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ..kernels import beside
-from .model import Model
+from ..kernels import beside, cpu
 
 
 def zeros(numel: int) -> np.ndarray:
@@ -39,6 +39,34 @@ class Rollback(NamedTuple):
     indices: Optional[np.ndarray]
     values: np.ndarray
     replace: bool = False
+
+
+class Model:
+    """All tensors of a compressor, concatenated to one vector in an order that is the same on all
+    ranks."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self._starts: Dict[str, Tuple[int, int]] = {}
+        self._drawn: Tuple[Any, Any] = None, None
+        # Graphs bring tensors in several threads.
+        self._lock = threading.Lock()
+
+    def add(self, name: str, numel: int) -> None:
+        self._starts[name] = self.numel, self.numel + numel
+        self.numel += numel
+
+    def own(self, name: str, key: int, first: int, count: int) -> np.ndarray:
+        """This tensor's share, ascending, of `count` coordinates drawn from the whole model by the
+        kernel `draw_coordinates`. The tensors of a step share one draw."""
+        with self._lock:
+            if self._drawn[0] != (key, first, count, self.numel):
+                drawn = cpu.draw_coordinates(key=key, numel=self.numel, first=first, count=count)
+                self._drawn = (key, first, count, self.numel), np.sort(drawn)
+            drawn = self._drawn[1]
+        start, end = self._starts[name]
+        low, high = np.searchsorted(drawn, [start, end])
+        return drawn[low:high] - np.uint32(start)
 
 
 @dataclasses.dataclass

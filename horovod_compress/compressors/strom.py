@@ -1,15 +1,12 @@
 """Threshold quantization (Strom, Interspeech 2015)."""
 
 import dataclasses
-from typing import List, Sequence
-
-import numpy as np
+from typing import List
 
 from .. import kernels
-from .base import Step, Traits
+from .base import Arrays, States, Steps, Traits
 from .options import Number, option
 from .selective import ErrorFeedback
-from .state import State
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -35,10 +32,6 @@ class Strom(ErrorFeedback):
     tau: float = option(Number(1e-30, 1e30), 0.001, "the threshold, and the size of what is sent")
 
     def pack_all(
-        self,
-        grads: Sequence[np.ndarray],
-        residuals: Sequence[np.ndarray],
-        states: Sequence[State],
-        steps: Sequence[Step],
+        self, grads: Arrays, residuals: Arrays, states: States, steps: Steps
     ) -> List[kernels.Encoded]:
         return kernels.of(grads[0]).encode_strom(grads, residuals, tau=self.tau)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from typing import List, Optional, Sequence
+from typing import Any, List, Optional, Tuple
 
 import numpy as np
 
 from .. import kernels
+from .base import Arrays
 from .options import Number, option
 from .quantizer import SharedScaleQuantizer
 
@@ -42,12 +43,13 @@ class TernGrad(SharedScaleQuantizer):
     steps = (1.0,)
 
     def norms_of(
-        self, values: Sequence[np.ndarray], peaks: Optional[List[np.ndarray]]
-    ) -> List[float]:
+        self, values: Arrays, peaks: Optional[List[np.ndarray]]
+    ) -> Tuple[List[np.ndarray], Any]:
         found = kernels.of(values[0]).max_abs_and_deviation(values)
-        return [
+        clips = [
             min(largest, self.clip * deviation)
             if self.clip and deviation and math.isfinite(largest)
             else largest
             for largest, deviation in found
         ]
+        return [np.array([its], np.float32) for its in clips], clips

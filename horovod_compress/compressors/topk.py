@@ -10,10 +10,9 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.reference.sparse import VALUE_BITS
-from .base import Step, Traits
+from .base import LOCAL, Arrays, Rollback, State, States, Step, Steps, Traits
 from .options import Auto, Count, Number, OneOf, option
 from .selective import GatheringCompressor
-from .state import LOCAL, Rollback, State
 
 # One in so many elements is the largest share that min_k makes a tensor send.
 _MIN_SHARE = 32
@@ -121,9 +120,7 @@ class TopK(GatheringCompressor):
     def _sizes(self) -> "_Sizes":
         return _Sizes(self)
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         return self.select(grads, states, steps)
 
     def commit(self, state: State) -> None:
@@ -133,9 +130,9 @@ class TopK(GatheringCompressor):
 
     def select(
         self,
-        grads: Sequence[np.ndarray],
-        states: Sequence[State],
-        steps: Sequence[Step],
+        grads: Arrays,
+        states: States,
+        steps: Steps,
         momentum: float = 0.0,
         nesterov: bool = False,
         masks: Sequence[bool] = (),

@@ -7,10 +7,9 @@ from typing import List, Optional, Sequence
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, Step, Traits
+from .base import LARGEST, LOCAL, Arrays, Rollback, State, States, Steps, Traits, spares
 from .options import Flag, Number, OneOf, option
 from .selective import GatheringCompressor
-from .state import LOCAL, Rollback, State, spares
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -68,9 +67,7 @@ class Variance(GatheringCompressor):
                 "out hosts, or moments"
             )
 
-    def encode_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> List[kernels.Encoded]:
+    def encode_all(self, grads: Arrays, states: States, steps: Steps) -> List[kernels.Encoded]:
         payloads = kernels.of(grads[0]).encode_variance(
             grads,
             _squares(grads, steps),
@@ -94,9 +91,7 @@ class Variance(GatheringCompressor):
 
         return kernels.then(payloads, noted)
 
-    def accumulate_all(
-        self, grads: Sequence[np.ndarray], states: Sequence[State], steps: Sequence[Step]
-    ) -> Sequence[bool]:
+    def accumulate_all(self, grads: Arrays, states: States, steps: Steps) -> Sequence[bool]:
         # Works as a gathered step that selects nothing. Elements with v = 0 are selected all the
         # same, and are restored.
         rs, vs = ([state.arrays[key] for state in states] for key in ("r", "v"))
@@ -124,7 +119,7 @@ class Variance(GatheringCompressor):
         state.arrays["v"].fill(0)
 
 
-def _squares(grads: Sequence[np.ndarray], steps: Sequence[Step]) -> Optional[List[np.ndarray]]:
+def _squares(grads: Arrays, steps: Steps) -> Optional[List[np.ndarray]]:
     """Of each gradient those of its samples, or its own where only others' are known; None where
     none are."""
     if all([step.squares is None for step in steps]):

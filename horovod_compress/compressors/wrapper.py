@@ -45,10 +45,7 @@ class Wrapper(Compressor):
 
     @classmethod
     def needs_machine(
-        cls,
-        compressor: Compressor,
-        placement: Placement,
-        tell: Callable[[str], Any],
+        cls, compressor: Compressor, placement: Placement, tell: Callable[[str], Any]
     ) -> bool:
         """Returns whether `around` has use for the ranks of a machine.
 

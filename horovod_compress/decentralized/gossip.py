@@ -14,7 +14,7 @@ import numpy as np
 from .. import kernels
 from ..compressors import Spec, get_compressor
 from ..compressors.base import Compressor, Step
-from ..compressors.learning_rate import decide_follow_lr
+from ..compressors.selective import decide_follow_lr
 from ..compressors.state import State, zeros
 from ..engine.dense_policy import compressor_for
 from ..engine.lockstep import Named

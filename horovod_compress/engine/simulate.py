@@ -6,7 +6,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..compressors import Spec, for_gradients
-from ..compressors.learning_rate import decide_follow_lr
+from ..compressors.selective import decide_follow_lr
 from ..transport.loopback import Loopback
 from .lockstep import Named, make_ranks, run_step
 from .record_types import Stats

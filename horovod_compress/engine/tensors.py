@@ -10,8 +10,7 @@ import numpy as np
 from .. import kernels
 from ..compressors.base import Compressor
 from ..compressors.dense import dense_compressor
-from ..compressors.model import Model
-from ..compressors.state import Role
+from ..compressors.state import Model, Role
 from ..compressors.wrapper import kin_of, with_options
 from ..protocol.machine import Machine
 from ..protocol.requests import DECLARABLE, FLOAT32

@@ -26,8 +26,7 @@ import numpy as np
 
 from . import reference
 from .encoded import HEADROOM, Encoded, new_body
-from .late import Late, then
-from .lists import in_groups
+from .lists import Late, in_groups, then
 from .reference.quantization import word_dtype
 
 __all__ = [

@@ -1,10 +1,58 @@
-"""Kernels of one tensor, for lists of tensors: the grammar of all kernels that steps call."""
+"""The grammar of all kernels that steps call: lists in, and a list out, which is late where a
+device is still at work."""
 
 import collections
-import functools
-from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from .late import Late
+
+class Late(Sequence[Any]):
+    """Results that are on their way from a device. Whoever reads them waits.
+
+    finish: waits, and returns the results, or others that are late.
+
+    Attributes:
+        there: what stands for the results on the device: of payloads a frame, for transports that
+            gather there; of whether tensors are finite a number of each, -0 or NaN. None where they
+            have to come to the CPU.
+    """
+
+    there: Any = None
+
+    def __init__(self, finish: Callable[[], Sequence[Any]]) -> None:
+        self._finish: Optional[Callable[[], Sequence[Any]]] = finish
+        self._next: Sequence[Any] = ()
+
+    def take(self) -> Sequence[Any]:
+        """Waits once: returns the results, or others that are late."""
+        if self._finish is not None:
+            # What has failed fails again.
+            self._next = self._finish()
+            self._finish = None
+        return self._next
+
+    def _results(self) -> Sequence[Any]:
+        found = self.take()
+        while isinstance(found, Late):
+            found = found.take()
+        return found
+
+    def __len__(self) -> int:
+        return len(self._results())
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._results()[number]
+
+    def __iter__(self) -> Any:
+        return iter(self._results())
+
+
+def then(results: Sequence[Any], use: Callable[[Sequence[Any]], List[Any]]) -> Any:
+    """Returns the list that `use` makes of results: now, or once late ones are there."""
+    if not isinstance(results, Late):
+        return use(results)
+    used = Late(lambda: then(results.take(), use))
+    used.there = results.there
+    return used
 
 
 def by_tensor(
@@ -34,16 +82,6 @@ def by_tensor(
         raise ValueError("lists must have a value for each tensor")
     for row in zip(*columns):
         yield row[:count], dict(zip(options, row[count:]))
-
-
-def for_lists(kernel: Callable[..., Any]) -> Callable[..., List[Any]]:
-    """Makes a kernel of one tensor one of lists of tensors, which returns a list of results."""
-
-    @functools.wraps(kernel)
-    def call(*arrays: Any, **options: Any) -> List[Any]:
-        return [kernel(*its, **own) for its, own in by_tensor(arrays, options)]
-
-    return call
 
 
 def in_groups(

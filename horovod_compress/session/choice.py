@@ -7,7 +7,7 @@ from .. import kernels
 from ..compressors import get_compressor, package_of
 from ..compressors.advice import ADAM
 from ..compressors.base import Compressor
-from ..compressors.learning_rate import decide_follow_lr
+from ..compressors.selective import decide_follow_lr
 from ..protocol import wire
 from ..protocol.machine import Machine
 from ..version import __version__

@@ -10,7 +10,7 @@ from typing import Any, Callable, Collection, Dict, Iterable, List, Optional, Se
 
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
-from ..compressors.learning_rate import decide_follow_lr
+from ..compressors.selective import decide_follow_lr
 from ..protocol.handshake import agree, gather, warning_when_stalled
 from .ranks import Ranks
 from .unbound import Unbound

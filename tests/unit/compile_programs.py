@@ -17,13 +17,11 @@ from triton.compiler import ASTSource
 from horovod_compress.kernels.device import launches
 from horovod_compress.kernels.device.programs import (
     adaptive,
-    codes,
     dense,
-    frames,
+    entries,
     lowrank,
     quantization,
     selection,
-    sparse,
 )
 
 TYPES = {
@@ -133,7 +131,7 @@ def programs():
     """{name: program} of all files, without the functions that programs are made of."""
     return {
         name: each
-        for module in (adaptive, codes, dense, frames, lowrank, quantization, selection, sparse)
+        for module in (adaptive, dense, entries, lowrank, quantization, selection)
         for name, each in vars(module).items()
         if isinstance(each, triton.runtime.JITFunction)
         and each.fn.__module__ == module.__name__

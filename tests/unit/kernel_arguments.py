@@ -109,7 +109,7 @@ class Arguments:
         ]
 
     def w(self):
-        return float(np.float32(self.one_of(0.0, 1e-42, 1e-20, 0.37, 1.0, 1e20, 3.4e38)))
+        return np.float32([self.one_of(0.0, 1e-42, 1e-20, 0.37, 1.0, 1e20, 3.4e38, np.inf)])
 
     def levels(self, scales, size, own=None):
         """Words of counts of up to `size`, often as many, if this rank's `own` say so too; None for
@@ -310,7 +310,12 @@ def open_frames(a):
 
 
 def max_abs(a):
-    return dict(x=a.any(), peaks=a.one_of(None, a.bits(np.uint32, -(-a.size // 64))))
+    return dict(x=a.any())
+
+
+def norms(a):
+    l2, peaks = a.one_of(False, True), a.one_of(None, a.bits(np.uint32, -(-a.size // 64)))
+    return dict(x=a.exact() if l2 else a.any(), peaks=peaks, l2=l2)
 
 
 def squared_norm(a):
@@ -337,13 +342,13 @@ def quantize(a):
     width = (2 * size * int(steps[0])).bit_length()
     if scales > 1:
         peaks = np.empty(-(-a.size // 64), np.uint32)
-        w = min(
-            float(reference.max_abs(x, peaks)) * a.one_of(1, 1.7), float(np.finfo(np.float32).max)
-        )
+        w = reference.norms(x, peaks, l2=False) * np.float64(a.one_of(1, 1.7))
+        w = np.minimum(w, np.finfo(np.float32).max).astype(np.float32)
         levels = a.levels(
             scales, size, reference.encode_scales(x, peaks, w=w, steps=steps, size=size)
         )
-    clip = min(a.one_of(0.0, w / 3, w, 2 * w), float(np.finfo(np.float32).max))
+    largest = float(np.finfo(np.float32).max)
+    clip = min(a.one_of(0.0, 1 / 3, 1.0, 2.0) * min(float(w[0]), largest), largest)
     return dict(
         x=x, levels=levels, w=w, clip=clip, steps=steps, width=width, size=size, key=a.draw(KEYS)
     )
@@ -359,8 +364,8 @@ def dequantize(a):
 
 
 def encode_scales(a):
-    x, peaks = a.finite(), np.empty(-(-a.size // 64), np.uint32)
-    reference.max_abs(x, peaks)
+    x, peaks = a.any(), np.empty(-(-a.size // 64), np.uint32)
+    reference.norms(x, peaks, l2=False)
     return dict(
         x=x, peaks=peaks, w=a.w(), steps=a.steps(a.one_of(2, 3, 8)), size=a.one_of(1, 2, 3, 8, 1000)
     )

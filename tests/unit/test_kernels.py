@@ -109,7 +109,7 @@ def test_elements_that_share_a_draw_round_independently(share):
     codes = cpu.quantize(
         np.full(10 * words, share, np.float32),
         None,
-        w=1.0,
+        w=np.float32([1]),
         clip=1.0,
         steps=[1.0],
         width=3,

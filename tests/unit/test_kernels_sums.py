@@ -32,7 +32,6 @@ from horovod_compress.kernels import HEADROOM
 
 
 def any_add_to_residual(a):
-    k = int(a.rng.integers(0, a.size + 1))
     return dict(
         grad=a.any(),
         u=a.one_of(None, a.finite()),
@@ -41,16 +40,14 @@ def any_add_to_residual(a):
         momentum=0.9,
         nesterov=a.one_of(False, True),
         scale=0.7,
-        k=k,
-        samples=a.one_of(0, 300),
-        offset=a.one_of(0, 5),
     )
 
 
 def any_encode_topk(a):
     k = int(a.rng.integers(0, a.size + 1))
-    masked = a.one_of(0, a.size // 2, a.size)
-    return any_add_to_residual(a) | dict(k=k, kind=a.one_of(*VALUES), masked=masked)
+    choice = dict(k=k, samples=a.one_of(0, 300), offset=a.one_of(0, 5))
+    coding = dict(kind=a.one_of(*VALUES), masked=a.one_of(0, a.size // 2, a.size))
+    return any_add_to_residual(a) | choice | coding
 
 
 def any_encode_adacomp(a):

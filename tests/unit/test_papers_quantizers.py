@@ -30,19 +30,20 @@ def test_sums_of_codes_are_exact_for_any_number_of_ranks(size, bits):
     # A step of 1/8: floats add up exactly too.
     w = steps[0] / 8
     width = (2 * size * int(steps[0])).bit_length()
+    shared = dict(w=np.float32([w]), steps=steps, width=width, size=size)
     words, total = None, np.zeros(77)
     for rank in range(size):
         x = np.where(
             np.arange(77) % 3 == 0, -w, np.where(np.arange(77) % 3 == 1, w, RNG.uniform(-w, w, 77))
         ).astype(np.float32)
-        its = cpu.quantize(x, None, w=w, clip=w, steps=steps, width=width, size=size, key=rank)
+        its = cpu.quantize(x, None, **shared, clip=w, key=rank)
         own = np.empty(77, np.float32)
-        cpu.dequantize(its, None, own, w=w, steps=steps, width=width, size=size, scale=1.0)
+        assert cpu.dequantize(its, None, own, **shared, scale=1.0)
         total += own.astype(np.float64)
         with np.errstate(over="ignore"):
             words = its if words is None else words + its
     out = np.empty(77, np.float32)
-    cpu.dequantize(words, None, out, w=w, steps=steps, width=width, size=size, scale=1.0)
+    assert cpu.dequantize(words, None, out, **shared, scale=1.0)
     np.testing.assert_array_equal(out, total.astype(np.float32))
     np.testing.assert_array_equal(out[:2], [-size * w, size * w])
 

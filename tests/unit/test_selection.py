@@ -13,6 +13,7 @@ from tiers import examples
 
 from horovod_compress import kernels
 from horovod_compress.kernels import HEADROOM
+from horovod_compress.kernels.reference import selection
 
 RNG = np.random.default_rng(7)
 native_only = pytest.mark.skipif(
@@ -23,11 +24,14 @@ native_only = pytest.mark.skipif(
 def select(v, ratio, sample_ratio=0.005, offset=0):
     """Indices chosen from |v| by the kernel in use, through an update that leaves v as it is."""
     k = math.ceil(ratio * v.size)
-    before = v.copy()
-    indices, finite = cpu.add_to_residual(
-        np.zeros_like(v), None, v, k=k, samples=int(sample_ratio * v.size) + 256, offset=offset
+    kept, samples = v.copy(), int(sample_ratio * v.size) + 256
+    encoded = cpu.encode_topk(
+        np.zeros_like(v), None, kept, k=k, samples=samples, offset=offset, kind="fp32"
     )
-    assert finite and np.array_equal(before, v)
+    indices, (values,) = encoded.undo
+    assert encoded.finite and not kept[indices].any()
+    kept[indices] = values
+    assert np.array_equal(kept, v)
     return indices, k
 
 
@@ -74,13 +78,22 @@ def test_single_elements_and_zeros():
 def test_of_each_chunk_exactly_the_largest_are_chosen_and_of_equal_ones_the_first(name, k, chunk):
     v = DISTRIBUTIONS[name].astype(np.float32)[:50_000]
     v[20_000:30_000] = 0
-    indices, finite = cpu.add_to_residual(np.zeros_like(v), None, v, k=k, chunk=min(chunk, v.size))
+    encoded = cpu.encode_topk(
+        np.zeros_like(v),
+        None,
+        v.copy(),
+        k=k,
+        samples=0,
+        offset=0,
+        chunk=min(chunk, v.size),
+        kind="fp32",
+    )
     # By chunk, magnitude, place.
     order = np.lexsort((np.arange(v.size), -np.abs(v), np.arange(v.size) // chunk))
     rank = np.empty(v.size, np.int64)
     rank[order] = np.arange(v.size) - np.arange(v.size) // chunk * chunk
-    np.testing.assert_array_equal(indices, np.flatnonzero((rank < k) & (v != 0)))
-    assert finite
+    np.testing.assert_array_equal(encoded.undo[0], np.flatnonzero((rank < k) & (v != 0)))
+    assert encoded.finite
 
 
 @native_only
@@ -103,9 +116,10 @@ def test_native_choice_in_chunks_equals_the_reference(seed, size, chunk, data):
         np.zeros(size, np.float32),
         v.astype(np.float32),
     )
-    options = dict(momentum=0.5, k=data.draw(st.integers(0, min(size, chunk))), chunk=chunk)
+    k = data.draw(st.integers(0, min(size, chunk)))
+    options = dict(momentum=0.5, k=k, samples=0, offset=0, chunk=chunk, kind="fp32")
     results = [
-        module.add_to_residual(grad.copy(), u.copy(), v.copy(), **options)
+        module.encode_topk(grad.copy(), u.copy(), v.copy(), **options)
         for module in (cpu, reference)
     ]
     assert_same(*results)
@@ -121,9 +135,10 @@ def test_a_constant_gradient_reaches_every_element():
     """Trimming must not prefer one end for ever: what was sent is 0, the others have grown."""
     v, seen = np.zeros(1000, np.float32), np.zeros(1000, bool)
     for step in range(10):
-        indices, _ = cpu.add_to_residual(np.ones_like(v), None, v, k=100, samples=256, offset=step)
-        v[indices] = 0
-        seen[indices] = True
+        encoded = cpu.encode_topk(
+            np.ones_like(v), None, v, k=100, samples=256, offset=step, kind="fp32"
+        )
+        seen[encoded.undo[0]] = True
     assert seen.all()
 
 
@@ -146,25 +161,21 @@ def test_native_updates_equal_the_reference_bit_for_bit(data, momentum):
         data.draw(st.sampled_from([1.0, 0.5, 0.1])),
         data.draw(st.one_of(st.none(), finite)),
     )
-    copies = [(grad.copy(), None if u is None else u.copy(), v.copy()) for _ in range(2)]
-    results = []
-    for module, arrays in zip((cpu, reference), copies):
-        options = dict(
-            momentum=0.9, nesterov=momentum == "nesterov", scale=scale, k=k, samples=256, offset=3
-        )
-        results.append(module.add_to_residual(*arrays, base=base, **options))
-    (left, native_u, native_v), (_, reference_u, reference_v) = copies
-    np.testing.assert_array_equal(left, np.zeros(size) if base is None else base)
-    np.testing.assert_array_equal(native_v, reference_v)
-    if u is not None:
-        np.testing.assert_array_equal(native_u, reference_u)
-    (indices, was_finite), (expected, expected_finite) = results
-    assert was_finite == expected_finite
-    assert np.isfinite(native_v).all()
-    # The same magnitudes; among equal ones either may choose.
-    np.testing.assert_array_equal(
-        np.sort(np.abs(native_v[indices])), np.sort(np.abs(native_v[expected]))
-    )
+    options = dict(momentum=0.9, nesterov=momentum == "nesterov", scale=scale, base=base)
+    choice = dict(k=k, samples=256, offset=3, kind="fp32")
+    for name, more in (("add_to_residual", {}), ("encode_topk", choice)):
+        copies = [(grad.copy(), None if u is None else u.copy(), v.copy()) for _ in range(2)]
+        results = [
+            getattr(module, name)(*arrays, **options, **more)
+            for module, arrays in zip((cpu, reference), copies)
+        ]
+        (left, native_u, native_v), (_, reference_u, reference_v) = copies
+        np.testing.assert_array_equal(left, np.zeros(size) if base is None else base)
+        np.testing.assert_array_equal(native_v, reference_v)
+        if u is not None:
+            np.testing.assert_array_equal(native_u, reference_u)
+        assert_same(*results)
+        assert np.isfinite(native_v).all()
 
 
 @native_only
@@ -237,15 +248,17 @@ def test_encode_topk_is_its_three_parts(kind, masked, chunk, bad):
     grad, u, v = RNG.standard_normal((3, 500)).astype(np.float32)
     if bad is not None:
         grad[7] = bad
-    options = dict(momentum=0.9, nesterov=True, scale=0.5, k=50, samples=256, offset=3, chunk=chunk)
+    options = dict(momentum=0.9, nesterov=True, scale=0.5)
+    choice = dict(k=50, samples=256, offset=3, chunk=chunk)
     in_parts, at_once = [grad.copy(), u.copy(), v.copy()], [grad.copy(), u.copy(), v.copy()]
-    indices, finite = cpu.add_to_residual(*in_parts, **options)
+    finite = cpu.add_to_residual(*in_parts, **options)
+    indices = selection.largest_of(in_parts[2], 50, chunk or 500)
     assert len(indices) == (7 * 50 + 10 if chunk else 50)
     indices = indices if finite else indices[:0]
     indices, rows, values, scales = cpu.take_entries(
         indices, in_parts[2], in_parts[1], kind=kind, masked=masked
     )
-    encoded = cpu.encode_topk(*at_once, kind=kind, masked=masked, **options)
+    encoded = cpu.encode_topk(*at_once, kind=kind, masked=masked, **options, **choice)
     np.testing.assert_array_equal(at_once, in_parts)
     np.testing.assert_array_equal(encoded.undo[0], indices)
     np.testing.assert_array_equal(encoded.undo[1], rows)
@@ -265,10 +278,8 @@ def test_kernels_refuse_what_they_cannot_work_on():
         momentum=0.0,
         nesterov=False,
         scale=1.0,
-        k=1,
-        samples=16,
-        offset=0,
     )
+    choice = dict(k=1, samples=16, offset=0)
     if kernels.backend == "native":
         for wrong in (
             {"grad": np.zeros(9, np.float32)},
@@ -277,15 +288,16 @@ def test_kernels_refuse_what_they_cannot_work_on():
             {"grad": np.zeros(20, np.float32)[::2]},
             {"u": np.zeros(11, np.float32)},
             {"base": np.zeros(11, np.float32)},
-            {"k": 11},
-            {"k": 3, "chunk": 2},
         ):
             with pytest.raises((ValueError, TypeError)):
                 cpu.add_to_residual(**{**good, **wrong})
             with pytest.raises((ValueError, TypeError)):
-                cpu.encode_topk(**{**good, **wrong}, kind="fp32")
+                cpu.encode_topk(**{**good, **wrong}, **choice, kind="fp32")
+        for wrong in ({"k": 11}, {"k": 3, "chunk": 2}):
+            with pytest.raises((ValueError, TypeError)):
+                cpu.encode_topk(**good, **{**choice, **wrong}, kind="fp32")
         with pytest.raises(ValueError, match="power or 2bit, not fp8"):
-            cpu.encode_topk(**good, kind="fp8")
+            cpu.encode_topk(**good, **choice, kind="fp8")
         with pytest.raises(ValueError, match="2bit have 4 scales"):
             cpu.encode_sparse(np.zeros(0, np.uint32), v[:0], kind="2bit", scales=(1.0,))
         with pytest.raises(ValueError, match="outside"):

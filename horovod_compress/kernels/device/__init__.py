@@ -11,12 +11,18 @@ others round twice. With TRITON_INTERPRET=1 they run in Triton's interpreter, on
 
 from .adaptive import encode_adacomp, encode_variance
 from .array import DeviceArray, wait_for
-from .codes import decode_add_bf16, decode_float16, encode_bf16
-from .dense import apply_momentum, max_abs, squared_norm
+from .dense import (
+    apply_momentum,
+    decode_add_bf16,
+    decode_float16,
+    encode_bf16,
+    max_abs,
+    squared_norm,
+)
+from .entries import decode_add_sparse
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
 from .quantization import dequantize, encode_scales, norms, quantize
 from .selection import add_to_residual, encode_topk, take_entries
-from .sparse import decode_add_sparse
 
 __all__ = [
     "DeviceArray",

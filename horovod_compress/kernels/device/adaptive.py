@@ -15,13 +15,12 @@ import torch
 
 from .. import cpu
 from ..encoded import Encoded
-from ..late import Late, then
-from ..lists import in_groups
+from ..lists import Late, in_groups, then
 from ..reference.dense import Float
 from . import launches
 from .array import DeviceArray
+from .entries import payloads_of, put
 from .programs import adaptive as programs
-from .selection import put
 from .shared import kernel, same_length, starts_of, within_limits
 
 
@@ -139,11 +138,7 @@ def _variance(calls: List[Any]) -> Late:
         indices, values, scales, before, after = map(list, zip(*coded))
         put(states, indices, after)
         kinds = ["sign" if call.tau > 0 else "power" for call in calls]
-        bodies = cpu.encode_sparse(indices, values, kind=kinds, scales=scales)
-        return [
-            each._replace(finite=whether, undo=tuple(undo))
-            for each, whether, *undo in zip(bodies, finite, indices, before)
-        ]
+        return payloads_of(indices, values, kinds, scales, finite, zip(indices, before))
 
     facts = [marks.blocks.largest(marks.peaks), marks.blocks.sums(marks.counts)]
     return launches.late(torch.stack(facts), collected)
@@ -256,16 +251,9 @@ def _coded(
     wanted = [bool(whether and scale) for whether, scale in zip(finite, scales)]
 
     def encoded(entries: Sequence[List[np.ndarray]]) -> List[Encoded]:
-        indices, held = zip(*entries)
-        bodies = cpu.encode_sparse(
-            list(indices),
-            list(map(np.copysign, scales, held)),
-            kind="sign",
-            scales=[[scale] for scale in scales],
-        )
-        return [
-            each._replace(finite=whether, undo=(its, float(scale)))
-            for each, whether, its, scale in zip(bodies, finite, indices, scales)
-        ]
+        indices, held = map(list, zip(*entries))
+        values = list(map(np.copysign, scales, held))
+        undo = zip(indices, map(float, scales))
+        return payloads_of(indices, values, "sign", [[its] for its in scales], finite, undo)
 
     return then(marks.collected(counts, [(call.residual,) for call in calls], wanted), encoded)

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from ..landing import landing
-from ..late import Late
+from ..lists import Late
 from .array import DeviceArray, stream_of
 
 INTERPRETED = triton.knobs.runtime.interpret

@@ -2,7 +2,7 @@
 once. Words, and the numbers that ranks share, stay on the device: nothing waits for them."""
 
 import functools
-from typing import Any, List, NamedTuple, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -71,15 +71,9 @@ class _Words:
         return [DeviceArray(words[i:end]) for i, end in zip(self.starts, self.starts[1:])]
 
 
-class _Norm(NamedTuple):
-    x: DeviceArray
-    l2: bool
-
-
-@functools.partial(kernel, arguments=_Norm, key=lambda call: call.l2)
+@functools.partial(kernel, key=lambda call: call.l2)
 def norms(calls: List[Any]) -> List[DeviceArray]:
-    """Of each tensor its largest magnitude, or with `l2` its norm, float32; infinity where it is
-    not finite."""
+    """As `kernels.reference.norms`. `peaks`, which save the CPU a pass, are not filled."""
     if not calls[0].l2:
         bits = largest_magnitudes([call.x for call in calls])
         found = bits.clamp(max=launches.INFINITY).view(torch.float32)
@@ -97,8 +91,7 @@ def _packed_alike(call: Any) -> Tuple[int, int, Tuple[float, ...]]:
 
 @functools.partial(kernel, key=_packed_alike)
 def quantize(calls: List[Any]) -> List[DeviceArray]:
-    """As `kernels.reference.quantize`. w is a number, or an array of one, as `norms` makes it, and
-    no |x| is above it: `clip` is not used. Where w is not finite all codes are 0."""
+    """As `kernels.reference.quantize`. No |x| is above w: `clip` is not used."""
     steps, arrays = calls[0].steps, [call.x for call in calls]
     words = _Words(arrays, calls[0].width, 0)
     scales, starts = _scales_of(calls, arrays)
@@ -113,7 +106,7 @@ def quantize(calls: List[Any]) -> List[DeviceArray]:
         rows,
         found,
         scales,
-        _largest_of(calls, words.device),
+        _shared_norms(calls, words.device),
         FRACTION=one_of(steps[0]).bit_length() - 1,
         WORD=programs.WORDS[words.dtype.itemsize],
         SCALES=len(steps),
@@ -125,12 +118,7 @@ def quantize(calls: List[Any]) -> List[DeviceArray]:
 
 @functools.partial(kernel, key=_packed_alike)
 def dequantize(calls: List[Any]) -> Sequence[bool]:
-    """As `kernels.reference.dequantize`; w as of `quantize`. Where it is not finite, so is what
-    comes out. ValueError for words of another number of elements.
-
-    Returns:
-        Of each whether it is finite.
-    """
+    """As `kernels.reference.dequantize`. ValueError for words of another number of elements."""
     steps, arrays = calls[0].steps, [call.out for call in calls]
     words, largest = _Words(arrays, calls[0].width, 0), calls[0].size * int(steps[0])
     sums = words.there([call.words for call in calls])
@@ -145,7 +133,7 @@ def dequantize(calls: List[Any]) -> Sequence[bool]:
         rows,
         sums,
         scales,
-        _largest_of(calls, words.device),
+        _shared_norms(calls, words.device),
         start=launches.largest,
         OFFSETS=int(words.dtype.type(offsets).view(f"i{words.dtype.itemsize}")),
         SCALES=len(steps),
@@ -155,10 +143,10 @@ def dequantize(calls: List[Any]) -> Sequence[bool]:
 
 @functools.partial(kernel, key=lambda call: (call.size, tuple(call.steps)))
 def encode_scales(calls: List[Any]) -> List[DeviceArray]:
-    """As `kernels.reference.encode_scales`; w as of `quantize`. `peaks` are not used."""
+    """As `kernels.reference.encode_scales`. `peaks` are not used."""
     steps = calls[0].steps
     words = _Words([call.x for call in calls], calls[0].size.bit_length(), 1, rows=len(steps) - 1)
-    found, w = words.new(), _largest_of(calls, words.device)
+    found, w = words.new(), _shared_norms(calls, words.device)
     for scale in range(1, len(steps)):
         rows = [
             (
@@ -204,13 +192,9 @@ def _scales_of(
     return finest, starts
 
 
-def _largest_of(calls: Sequence[Any], device: torch.device) -> torch.Tensor:
+def _shared_norms(calls: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Their w, one behind the other."""
-    numbers = [
-        its if isinstance(its, DeviceArray) else np.array([its], np.float32).reshape(1)
-        for its in [call.w for call in calls]
-    ]
-    return launches.there(numbers, device)
+    return launches.there([call.w for call in calls], device)
 
 
 def _bits(number: float) -> int:

@@ -12,18 +12,17 @@ in one copy, and nothing waits for the device before.
 """
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
 
 from .. import cpu
 from ..encoded import Encoded
-from ..late import Late, then
-from ..lists import in_groups
+from ..lists import Late, in_groups, then
 from . import launches
 from .array import DeviceArray
-from .frames import Frame
+from .entries import Frame, payloads_of, put
 from .programs import selection as programs
 from .shared import kernel, same_length, starts_of, within_limits
 
@@ -31,108 +30,100 @@ from .shared import kernel, same_length, starts_of, within_limits
 _TILE = launches.BLOCK // programs.LINE
 
 
-class _Update(NamedTuple):
-    """The arguments of `encode_topk`, and with defaults for the last two those of
-    `add_to_residual`."""
-
-    grad: DeviceArray
-    u: Optional[DeviceArray]
-    v: DeviceArray
-    base: Optional[DeviceArray] = None
-    momentum: float = 0.0
-    nesterov: bool = False
-    scale: float = 1.0
-    k: int = 0
-    samples: int = 0
-    offset: int = 0
-    chunk: int = 0
-    kind: str = "fp32"
-    masked: int = 0
-
-    @property
-    def states(self) -> List[DeviceArray]:
-        """The arrays that entries are taken out of."""
-        return [self.v] if self.u is None or not self.masked else [self.v, self.u]
-
-    @property
-    def program(self) -> Tuple[int, bool]:
-        """The kind of momentum, and whether the gradient counts from a base."""
-        return (
-            programs.NONE
-            if self.u is None
-            else programs.NESTEROV
-            if self.nesterov
-            else programs.VANILLA,
-            self.base is not None,
-        )
-
-    @property
-    def is_whole(self) -> bool:
-        """True if values are sent as they are."""
-        return self.narrowed and self.kind == "fp32"
-
-    @property
-    def narrowed(self) -> bool:
-        """True if a threshold is found for the tensor as a whole."""
-        return not self.chunk and (self.k > 0 or not self.v.size)
-
-    @property
-    def operands(self) -> Tuple[Any, ...]:
-        """Of `advance`. Where there is no momentum, u is v, and not used, and so is the gradient as
-        base where that is zero."""
-        base, u = (
-            self.grad if self.base is None else self.base,
-            self.v if self.u is None else self.u,
-        )
-        return (
-            self.grad.tensor,
-            base.tensor,
-            u.tensor,
-            self.v.tensor,
-            float(self.momentum),
-            float(self.scale),
-        )
-
-
 class _Entries(NamedTuple):
     """The entries chosen of a tensor, on the CPU: ascending indices, uint32; rows of what the
-    states hold there; whether every new v was finite; whether the states have them no more."""
+    states hold there; whether every new v was finite."""
 
     indices: np.ndarray
     rows: np.ndarray
     finite: bool
-    taken: bool = False
 
 
-@functools.partial(kernel, arguments=_Update)
-def add_to_residual(calls: List[_Update]) -> Sequence[Tuple[np.ndarray, bool]]:
-    """As the native kernel, with its choice; the indices are on the CPU. ValueError for arrays of
-    different lengths, and for more than 2^31 - 1 elements."""
-    return then(
-        _chosen(calls), lambda chosen: [(entries.indices, entries.finite) for entries in chosen]
-    )
+def _states(call: Any) -> List[DeviceArray]:
+    """The arrays that entries are taken out of."""
+    return [call.v] if call.u is None or not call.masked else [call.v, call.u]
 
 
-@functools.partial(kernel, arguments=_Update)
-def encode_topk(calls: List[_Update]) -> Sequence[Encoded]:
+def _momentum_of(call: Any) -> Tuple[int, bool]:
+    """The kind of momentum, and whether the gradient counts from a base."""
+    given = programs.NESTEROV if call.nesterov else programs.VANILLA
+    return programs.NONE if call.u is None else given, call.base is not None
+
+
+def _advanced(
+    calls: List[Any], *columns: Sequence[int]
+) -> Tuple[List[launches.Row], torch.Tensor, torch.Tensor]:
+    """Advances u and v. Returns a table of the programs that follow, which has the columns besides,
+    the tensors' bins, and the largest magnitudes of lines."""
+    device, (kind, based) = calls[0].v.device, _momentum_of(calls[0])
+    for call in calls:
+        same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
+        within_limits(call.grad)
+    *lines, of_lines = starts_of([-(-call.v.size // programs.LINE) for call in calls])
+    table = [
+        (
+            call.v.size,
+            call.grad.tensor,
+            # Not used where there are none.
+            (call.base if based else call.grad).tensor,
+            (call.v if call.u is None else call.u).tensor,
+            call.v.tensor,
+            float(call.momentum),
+            float(call.scale),
+            *its,
+        )
+        for call, *its in zip(calls, lines, *columns)
+    ]
+    bins = torch.zeros((len(calls), programs.ROW), dtype=torch.int32, device=device)
+    maxima = torch.empty(of_lines, dtype=torch.int32, device=device)
+    launches.launch(programs.advance, table, bins, maxima, KIND=kind, BASED=based)
+    return table, bins, maxima
+
+
+@functools.partial(kernel, key=_momentum_of)
+def add_to_residual(calls: List[Any]) -> Sequence[bool]:
+    """As `kernels.reference.add_to_residual`. ValueError for arrays of different lengths, and for
+    more than 2^31 - 1 elements."""
+    _, bins, _ = _advanced(calls)
+    peaks = bins[:, programs.PEAK]
+    late = launches.late(peaks, lambda found: [peak < launches.TOO_LARGE for peak in found])
+    late.there = DeviceArray(torch.where(peaks < launches.TOO_LARGE, -0.0, float("nan")).float())
+    return late
+
+
+def _chosen_alike(call: Any) -> Tuple[Any, ...]:
+    return (*_momentum_of(call), not call.chunk, call.kind == "fp32")
+
+
+@functools.partial(kernel, key=_chosen_alike)
+def encode_topk(calls: List[Any]) -> Sequence[Encoded]:
     """As `kernels.reference.encode_topk`, with the native kernel's choice. The body is made on the
     CPU, when the entries have come there."""
-    return then(_chosen(calls, taken=True), functools.partial(_coded, calls))
+    # Values that are sent as they are, of whole tensors, are taken out of the states at once.
+    taken = calls[0].kind == "fp32" and not calls[0].chunk
+    chosen = _of_chunks(calls) if calls[0].chunk else _of_tensors(calls, taken)
+    return then(chosen, functools.partial(_coded, calls, taken))
 
 
-def _coded(calls: List[_Update], found: Sequence[_Entries]) -> List[Encoded]:
+def _coded(calls: List[Any], taken: bool, found: Sequence[_Entries]) -> List[Encoded]:
     chosen = [
         entries
         if entries.finite
         else entries._replace(indices=entries.indices[:0], rows=entries.rows[:, :0])
         for entries in found
     ]
-    indices, rows, values, scales = map(list, zip(*_take(calls, chosen)))
-    encoded = cpu.encode_sparse(indices, values, kind=[call.kind for call in calls], scales=scales)
-    return [
-        each._replace(finite=entries.finite, undo=undo)
-        for each, entries, undo in zip(encoded, chosen, zip(indices, rows))
-    ]
+    coded: Any = [(its.indices, its.rows, its.rows[0], ()) for its in chosen]
+    if not taken:
+        coded = _take(calls, chosen)
+    indices, rows, values, scales = map(list, zip(*coded))
+    return payloads_of(
+        indices,
+        values,
+        [call.kind for call in calls],
+        scales,
+        [entries.finite for entries in chosen],
+        zip(indices, rows),
+    )
 
 
 @kernel
@@ -140,48 +131,20 @@ def take_entries(
     calls: List[Any],
 ) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
     """As `kernels.reference.take_entries`; indices, rows and values are on the CPU."""
-    updates = [
-        _Update(call.v, call.u, call.v, kind=call.kind, masked=call.masked) for call in calls
-    ]
     chosen = [
         _Entries(
-            call.indices, np.stack([np.asarray(its[call.indices]) for its in update.states]), True
+            call.indices, np.stack([np.asarray(its[call.indices]) for its in _states(call)]), True
         )
-        for call, update in zip(calls, updates)
+        for call in calls
     ]
-    return _take(updates, chosen)
-
-
-def put(
-    tensors: Sequence[Sequence[DeviceArray]],
-    indices: Sequence[np.ndarray],
-    numbers: Sequence[np.ndarray],
-) -> None:
-    """Writes float32 numbers into tensors' arrays, as many of each tensor, at indices, uint32, that
-    do not repeat; numbers: a row for each array."""
-
-    def written(which: Sequence[int]) -> List[None]:
-        device, arrays = tensors[which[0]][0].device, len(tensors[which[0]])
-        at = launches.copied([indices[i] for i in which], device)
-        rows = [launches.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
-        starts = starts_of([len(indices[i]) for i in which])
-        table = [
-            (len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start)
-            for i, start in zip(which, starts)
-        ]
-        launches.launch(programs.put, table, at, rows[0], rows[-1], TWO=arrays == 2)
-        return [None] * len(which)
-
-    in_groups(range(len(tensors)), lambda i: len(tensors[i]), written)
+    return _take(calls, chosen)
 
 
 def _take(
-    calls: List[_Update], chosen: List[_Entries]
+    calls: List[Any], chosen: List[_Entries]
 ) -> List[Tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[float]]]:
     """The CPU codes the entries, as if they were the whole tensor; v then keeps the error there,
     and u becomes 0 where it is masked."""
-    if all(entries.taken for entries in chosen):
-        return [(entries.indices, entries.rows, entries.rows[0], ()) for entries in chosen]
     errors = [entries.rows[0].copy() for entries in chosen]
     coded = cpu.take_entries(
         [np.arange(len(error), dtype=np.uint32) for error in errors],
@@ -197,90 +160,69 @@ def _take(
         taken.append((indices, rows, values, scales))
         left.append(np.where(indices < call.masked, np.float32(0), rows))
         left[-1][0] = error[places]
-    put([call.states for call in calls], [indices for indices, *_ in taken], left)
+    put([_states(call) for call in calls], [indices for indices, *_ in taken], left)
     return taken
 
 
-def _chosen(calls: List[_Update], taken: bool = False) -> Sequence[_Entries]:
-    """Advances, and chooses the k largest of each tensor, or with `chunk` of each chunk. taken:
-    whether values that are sent as they are, of whole tensors, are taken out of the states."""
-    for call in calls:
-        same_length(grad=call.grad, v=call.v, u=call.u, base=call.base)
-        within_limits(call.grad)
-    return in_groups(
+def _of_tensors(calls: List[Any], taken: bool) -> Late:
+    """Advances, and chooses the k largest of each tensor. taken: whether they are taken out of the
+    states at once."""
+    sizes, two = [call.v.size for call in calls], calls[0].u is not None
+    frame = Frame([call.k for call in calls], 2 + two, calls[0].v.device)
+    table, bins, maxima = _advanced(
         calls,
-        lambda call: (call.program, call.narrowed, taken and call.is_whole),
-        functools.partial(_chosen_alike, taken),
+        [call.k for call in calls],
+        frame.starts,
+        [call.masked for call in calls],
     )
-
-
-def _chosen_alike(taken: bool, calls: List[_Update]) -> Sequence[_Entries]:
-    device, (kind, based), two = calls[0].v.device, calls[0].program, calls[0].u is not None
-    *lines, of_lines = starts_of([-(-call.v.size // programs.LINE) for call in calls])
-    frame = Frame([call.k for call in calls], 2 + two, device)
-    table = [
-        (call.v.size, *call.operands, call.k, line, start, call.masked)
-        for call, line, start in zip(calls, lines, frame.starts)
-    ]
-    bins = torch.zeros((len(calls), programs.ROW), dtype=torch.int32, device=device)
-    maxima = torch.empty(of_lines, dtype=torch.int32, device=device)
-    launches.launch(programs.advance, table, bins, maxima, KIND=kind, BASED=based)
-    if not calls[0].narrowed:
-        peaks, chosen = launches.landing(bins[:, programs.PEAK]), _of_all(calls)
-
-        def judged(found: Sequence[_Entries]) -> List[_Entries]:
-            return [
-                entries._replace(finite=peak < launches.TOO_LARGE)
-                for entries, peak in zip(found, peaks().tolist())
-            ]
-
-        late = Late(lambda: then(chosen, judged))
-        if not calls[0].k:
-            finite = bins[:, programs.PEAK] < launches.TOO_LARGE
-            late.there = DeviceArray(torch.where(finite, -0.0, float("nan")).float())
-        return late
     search = functools.partial(launches.launch, BLOCK=launches.SEARCHED, TILE=_TILE)
     for stage in (1, 2, 3):
         search(programs.narrow, table, bins, maxima, STAGE=stage)
-    sizes = [call.v.size for call in calls]
-    counts = launches.blocks(sizes, device, launches.SEARCHED).new(2)
+    counts = launches.blocks(sizes, calls[0].v.device, launches.SEARCHED).new(2)
     search(programs.count, table, bins, maxima, counts)
     ends = counts.cumsum(1)
-    taken = taken and calls[0].is_whole
     held = frame.entries.view(torch.float32)
     of_entries = (frame.facts, frame.entries[0], held[1], held[-1])
     # Half a tile takes half the registers.
     collect = functools.partial(search, programs.collect, TILE=_TILE // 2, TWO=two)
     collect(table, bins, maxima, counts, ends, *of_entries, TAKEN=taken)
-    late = Late(functools.partial(_brought, calls, frame.landing(), taken))
+    late = Late(functools.partial(_brought, calls, frame.landing()))
     late.there = frame if taken else None
     return late
 
 
-def _brought(calls: List[_Update], landed: Callable[[], Any], taken: bool) -> List[_Entries]:
+def _brought(calls: List[Any], landed: Callable[[], Any]) -> List[_Entries]:
     return [
         _Entries(
             its[0].view(np.uint32),
-            its[1 : 1 + len(call.states)].view(np.float32),
+            its[1 : 1 + len(_states(call))].view(np.float32),
             peak < launches.TOO_LARGE,
-            taken,
         )
         for call, (peak, its) in zip(calls, landed())
     ]
 
 
-def _of_all(calls: List[_Update]) -> Sequence[_Entries]:
-    """Of tensors whose v is as it is to be, the k largest of each chunk, or of the tensor, of equal
-    ones the first, and none of zeros."""
-    return in_groups(
-        calls, lambda call: (call.k, call.chunk or call.v.size, len(call.states)), _of_chunks
-    )
+def _of_chunks(calls: List[Any]) -> Late:
+    """Advances, and chooses the k largest of each chunk, of equal ones the first, and none of
+    zeros."""
+    _, bins, _ = _advanced(calls)
+    peaks = launches.landing(bins[:, programs.PEAK])
+    chosen = in_groups(calls, lambda call: (call.k, call.chunk, len(_states(call))), _largest)
+
+    def judged(found: Sequence[_Entries]) -> List[_Entries]:
+        return [
+            entries._replace(finite=peak < launches.TOO_LARGE)
+            for entries, peak in zip(found, peaks().tolist())
+        ]
+
+    return Late(lambda: then(chosen, judged))
 
 
-def _of_chunks(calls: List[_Update]) -> Sequence[_Entries]:
-    k, chunk = calls[0].k, calls[0].chunk or calls[0].v.size
-    states = [[state.tensor for state in its] for its in zip(*(call.states for call in calls))]
-    if not k or not chunk:
+def _largest(calls: List[Any]) -> Sequence[_Entries]:
+    """The entries of `_of_chunks`, of tensors whose v is as it is to be."""
+    k, chunk = calls[0].k, calls[0].chunk
+    states = [[state.tensor for state in its] for its in zip(*map(_states, calls))]
+    if not k:
         return [
             _Entries(np.empty(0, np.uint32), np.empty((len(states), 0), np.float32), True)
         ] * len(calls)

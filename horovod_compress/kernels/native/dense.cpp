@@ -1,10 +1,11 @@
 // What is done to whole tensors: norms, finiteness, momentum after averaging, adding entries,
 // moving and adding up; how threads treat denormal numbers.
 //
-// max_abs and squared_norm read x once. max_abs works on 16 stretches of 64 elements at a time and
-// folds their maxima together, one for each stretch, which `peaks` gets. max_abs_and_deviation sums
-// y and y² by blocks of y = x scaled by a power of two, so that squares stay in range, and reads x
-// again only to see whether all elements are equal.
+// max_abs and squared_norm read x once, and norms does as one of them. max_abs works on 16
+// stretches of 64 elements at a time and folds their maxima together, one for each stretch, which
+// the `peaks` of norms get. max_abs_and_deviation sums y and y² by blocks of y = x scaled by a
+// power of two, so that squares stay in range, and reads x again only to see whether all elements
+// are equal.
 //
 // apply_momentum reads `out` for finiteness, then out and u, writes new_u and out, and reads both
 // for finiteness. scatter_add writes the places that indices name, with prefetching. move reads x,
@@ -48,15 +49,11 @@ HC_INLINE std::uint32_t max_abs_pass(const float* x, std::size_t n, std::uint32_
     return peak;
 }
 
-float max_abs(const Floats& x, std::optional<Indices> peaks) {
+float max_abs(const Floats& x) {
     const std::size_t n = length(x, "x");
-    if (peaks)
-        same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"),
-                    "peaks, one for 64 elements, and x");
     const float* p = x.data();
-    std::uint32_t* parts = peaks ? peaks->mutable_data() : nullptr;
     py::gil_scoped_release release;
-    return float_of(std::min(dispatch<max_abs_pass>(p, n, parts), kInfinity));
+    return float_of(std::min(dispatch<max_abs_pass>(p, n, nullptr), kInfinity));
 }
 
 HC_INLINE void apply_momentum_pass(float* __restrict out, const float* __restrict u,
@@ -143,6 +140,23 @@ double squared_norm(const Floats& x) {
     return dispatch<squared_norm_pass>(p, n);
 }
 
+Floats norms(const Floats& x, std::optional<Indices> peaks, bool l2) {
+    const std::size_t n = length(x, "x");
+    if (peaks)
+        same_length((n + kStretch - 1) / kStretch, length(*peaks, "peaks"),
+                    "peaks, one for 64 elements, and x");
+    const float* p = x.data();
+    std::uint32_t* parts = peaks ? peaks->mutable_data() : nullptr;
+    Floats found(1);
+    float* to = found.mutable_data();
+    py::gil_scoped_release release;
+    double norm = 0;
+    if (parts || !l2) norm = float_of(dispatch<max_abs_pass>(p, n, parts));
+    if (l2) norm = std::sqrt(dispatch<squared_norm_pass>(p, n));
+    *to = std::isfinite(norm) ? static_cast<float>(norm) : float_of(kInfinity);
+    return found;
+}
+
 bool scatter_add(Floats& out, const Indices& indices, const Floats& values, float scale) {
     const std::size_t n = length(indices, "indices"), numel = length(out, "out");
     same_length(n, length(values, "values"), "indices and values");
@@ -226,7 +240,9 @@ std::uint64_t flush_denormals(std::uint64_t mode) {
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("max_abs", for_lists(&max_abs), arg("x"), arg("peaks") = py::none());
+    m.def("max_abs", for_lists(&max_abs), arg("x"));
+    m.def("norms", for_lists(&norms), arg("x"), arg("peaks") = py::none(), py::kw_only(),
+          arg("l2"));
     m.def("max_abs_and_deviation", for_lists(&max_abs_and_deviation), arg("x"));
     m.def("squared_norm", for_lists(&squared_norm), arg("x"));
     m.def("apply_momentum", for_lists(&apply_momentum), arg("out"), arg("u"), arg("new_u"),

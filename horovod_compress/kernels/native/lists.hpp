@@ -1,4 +1,5 @@
-// Kernels of one tensor, for lists of tensors: what lists.py is for the reference.
+// Kernels of one tensor, for lists of tensors: what reference/__init__.py makes of the
+// reference's.
 //
 // A list has a value for each tensor. Arrays come in lists, or None stands for no array of any
 // tensor; any other value that is no list counts for all. All values are converted before the first

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 
 #include "fields.hpp"
 #include "lists.hpp"
@@ -102,17 +103,27 @@ void on_words(py::array& words, const Layout& layout, std::size_t count, Work wo
 
 constexpr int kMaxScales = 8;
 
+// The number that is the norm of all ranks, infinite or NaN where something is not finite.
+float norm_of(const Floats& w) {
+    same_length(1, length(w, "w"), "w and one number");
+    return *w.data();
+}
+
 // What turns a number into steps of each scale, in units of `rounding`: both factors are in range
 // even where w is denormal or huge. A number up to w is at most rounding.most of the first scale's,
-// and one that fits another scale, `largest_fit`, of that.
+// and one that fits another scale, `largest_fit`, of that. Where w is not finite all count as 0.
 struct Scales {
     int count;
     Rounding rounding;
-    float before;
+    bool finite;
+    float before = 1;
     float factor[kMaxScales] = {};
     Scales(float w, const std::vector<float>& steps)
-        : count(static_cast<int>(steps.size())), rounding(steps.empty() ? 1 : steps[0]) {
+        : count(static_cast<int>(steps.size())),
+          rounding(steps.empty() ? 1 : steps[0]),
+          finite(std::isfinite(w)) {
         if (count < 1 || count > kMaxScales) throw std::invalid_argument("1 to 8 scales");
+        if (!finite) return;
         const int exponent = w > 0 ? std::clamp(std::ilogb(w), -120, 120) : 0;
         before = std::ldexp(1.0f, -exponent);
         if (!(w > 0)) return;
@@ -130,6 +141,7 @@ struct Scales {
     // Of the magnitudes that are no more steps of a scale than fit the first, which are those up to
     // one of them: that one, as bits.
     std::uint32_t largest_fit(int scale) const {
+        if (!finite) return ~0u;
         std::uint32_t fits = 0;
         for (std::uint32_t more = 1u << 30; more; more >>= 1)
             if (fits + more < kInfinity &&
@@ -187,17 +199,18 @@ std::optional<Counts> counts_of(std::optional<py::array>& words, std::size_t n, 
 }
 
 py::array quantize(const Floats& x, std::optional<py::array> levels, std::optional<py::array> spare,
-                   float w, float clip, const std::vector<float>& steps, int width,
+                   const Floats& w, float clip, const std::vector<float>& steps, int width,
                    std::uint64_t size, std::uint64_t key) {
     const std::size_t n = length(x, "x");
     const Layout layout(n, width, 0);
-    Scales scales(w, steps);
+    Scales scales(norm_of(w), steps);
     scales.clip_at(clip);
     const std::optional<Counts> counts = counts_of(levels, n, steps.size(), size);
     const float* from = x.data();
     py::array words = new_words(layout, spare, layout.words);
     on_words(words, layout, layout.words, [&](auto* out, auto word) {
-        if (counts)
+        if (!scales.finite) std::memset(out, 0, layout.words * sizeof word);
+        else if (counts)
             dispatch<quantize_several<decltype(word)>>(from, out, layout, scales, Key(key),
                                                        *counts);
         else dispatch<quantize_one<decltype(word)>>(from, out, layout, scales, Key(key));
@@ -226,22 +239,29 @@ HC_INLINE void dequantize_several(const std::uint8_t* words, float* to, const La
     });
 }
 
-void dequantize(py::array& words, std::optional<py::array> levels, Floats& out, double w,
+bool dequantize(py::array& words, std::optional<py::array> levels, Floats& out, const Floats& w,
                 const std::vector<float>& steps, int width, std::uint64_t size, double scale) {
     const std::size_t n = length(out, "out");
     const Layout layout(n, width, 0);
     if (steps.empty() || steps.size() > kMaxScales) throw std::invalid_argument("1 to 8 scales");
     const std::optional<Counts> counts = counts_of(levels, n, steps.size(), size);
+    const double largest = norm_of(w);
     float units[kMaxScales];
     for (std::size_t l = 0; l < steps.size(); ++l)
-        units[l] = static_cast<float>(w / steps[l] * scale);
+        units[l] = static_cast<float>(largest / steps[l] * scale);
     const std::uint64_t offset = size * static_cast<std::uint64_t>(steps[0]);
+    // A field holds less than four times the largest sum.
+    const double most = 4.0 * static_cast<double>(size) * largest * std::abs(scale);
+    bool finite = std::isfinite(largest) && std::isfinite(scale);
     float* to = out.mutable_data();
     on_words(words, layout, layout.words, [&](auto* from, auto word) {
-        if (counts)
+        if (!finite) std::fill_n(to, n, std::numeric_limits<float>::quiet_NaN());
+        else if (counts)
             dispatch<dequantize_several<decltype(word)>>(from, to, layout, offset, *counts, units);
         else dispatch<dequantize_one<decltype(word)>>(from, to, layout, offset, units[0]);
+        finite = finite && (most < std::numeric_limits<float>::max() || peak_of(to, n) < kInfinity);
     });
+    return finite;
 }
 
 template <class Word>
@@ -263,8 +283,8 @@ HC_INLINE void encode_scales_pass(const float* x, const std::uint32_t* peaks, st
 }
 
 py::array encode_scales(const Floats& x, const Indices& peaks, std::optional<py::array> spare,
-                        float w, const std::vector<float>& steps, std::uint64_t size) {
-    const Scales scales(w, steps);
+                        const Floats& w, const std::vector<float>& steps, std::uint64_t size) {
+    const Scales scales(norm_of(w), steps);
     const std::size_t n = length(x, "x");
     same_length((n + kStretch - 1) / kStretch, length(peaks, "peaks"),
                 "peaks, one for 64 elements, and x");

@@ -1,10 +1,10 @@
 // Accumulation with momentum, and the choice of the largest entries: select.hpp for Python.
 //
-// add_to_residual runs the pass of select.hpp with thread-local memory for candidates, so that a
-// step allocates nothing that grows with a gradient, and returns their indices. take_entries reads
-// v at those indices, codes what it finds, and then writes v, and u where it is masked, with
-// prefetching. encode_topk is both, and the body of what was taken, in one call: small tensors cost
-// calls more than passes.
+// add_to_residual runs the pass of select.hpp, and chooses nothing. take_entries reads v at given
+// indices, codes what it finds, and then writes v, and u where it is masked, with prefetching.
+// encode_topk is both, of what the pass has chosen, and the body of that, in one call: small
+// tensors cost calls more than passes. The memory for candidates is thread-local, so that a step
+// allocates nothing that grows with a gradient.
 #include "lists.hpp"
 #include "select.hpp"
 
@@ -55,14 +55,10 @@ bool add_and_choose(Floats& grad, std::optional<Floats>& u, Floats& v,
     return add<Momentum::vanilla>(t, n, k, samples, offset, chunk);
 }
 
-py::tuple add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v,
-                          const std::optional<Floats>& base, float momentum, bool nesterov,
-                          float scale, std::size_t k, std::size_t samples, std::size_t offset,
-                          std::size_t chunk) {
-    const bool finite =
-        add_and_choose(grad, u, v, base, momentum, nesterov, scale, k, samples, offset, chunk);
-    const auto count = static_cast<py::ssize_t>(scratch.chosen.size());
-    return py::make_tuple(Indices(count, scratch.chosen.data()), finite);
+bool add_to_residual(Floats& grad, std::optional<Floats> u, Floats& v,
+                     const std::optional<Floats>& base, float momentum, bool nesterov,
+                     float scale) {
+    return add_and_choose(grad, u, v, base, momentum, nesterov, scale, 0, 0, 0, 0);
 }
 
 // What take_entries returns, but for the values, which are the first of scratch.values.
@@ -156,8 +152,7 @@ py::object encode_topk(Floats& grad, std::optional<Floats> u, Floats& v,
 void bind(py::module_& m) {
     m.def("add_to_residual", for_lists(&add_to_residual), arg("grad"), arg("u"), arg("v"),
           py::kw_only(), arg("base") = py::none(), arg("momentum") = 0.0f, arg("nesterov") = false,
-          arg("scale") = 1.0f, arg("k") = 0, arg("samples") = 0, arg("offset") = 0,
-          arg("chunk") = 0);
+          arg("scale") = 1.0f);
     m.def("take_entries", for_lists(&take_entries), arg("indices"), arg("v"), arg("u"),
           py::kw_only(), arg("kind"), arg("masked"));
     m.def("encode_topk", for_lists(&encode_topk), arg("grad"), arg("u"), arg("v"), py::kw_only(),

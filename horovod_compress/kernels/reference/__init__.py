@@ -6,11 +6,11 @@ are uint32. Encoders of a payload's body return `Encoded`.
 """
 
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, List
 
 import numpy as np
 
-from ..lists import for_lists
+from ..lists import by_tensor
 from .adaptive import encode_adacomp, encode_strom, encode_variance
 from .buckets import decode_add_buckets, encode_buckets
 from .codes import (
@@ -31,18 +31,13 @@ from .dense import (
     max_abs,
     max_abs_and_deviation,
     move,
+    norms,
     scatter_add,
     squared_norm,
 )
 from .frames import open_frames, seal_frame
 from .lowrank import orthonormalize, product, project, project_back, subtract_product
-from .quantization import (
-    decode_signs,
-    dequantize,
-    encode_scales,
-    encode_signs,
-    quantize,
-)
+from .quantization import decode_signs, dequantize, encode_scales, encode_signs, quantize
 from .random import draw_coordinates, random_bits
 from .selection import add_to_residual, encode_topk, take_entries
 from .sparse import decode_add_sparse, decode_sparse, encode_sparse
@@ -79,6 +74,7 @@ __all__ = [
     "max_abs",
     "max_abs_and_deviation",
     "move",
+    "norms",
     "open_frames",
     "orthonormalize",
     "product",
@@ -94,14 +90,14 @@ __all__ = [
 ]
 
 
-def _quiet(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, in which NumPy does not warn of numbers that overflow or are NaN: gradients have
-    them, and kernels say so."""
+def _for_lists(kernel: Callable[..., Any]) -> Callable[..., List[Any]]:
+    """Makes a kernel of one tensor one of lists of tensors, which returns a list of results. NumPy
+    does not warn of numbers that overflow or are NaN: gradients have them, and kernels say so."""
 
     @functools.wraps(kernel)
-    def call(*arrays: Any, **options: Any) -> Any:
+    def call(*arrays: Any, **options: Any) -> List[Any]:
         with np.errstate(over="ignore", invalid="ignore"):
-            return kernel(*arrays, **options)
+            return [kernel(*its, **own) for its, own in by_tensor(arrays, options)]
 
     return call
 
@@ -114,9 +110,4 @@ _ALONE = {
     "random_bits",
     "seal_frame",
 }
-globals().update(
-    {
-        name: _quiet(globals()[name] if name in _ALONE else for_lists(globals()[name]))
-        for name in __all__
-    }
-)
+globals().update({name: _for_lists(globals()[name]) for name in __all__ if name not in _ALONE})

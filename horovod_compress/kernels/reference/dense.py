@@ -1,6 +1,7 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging, adding entries; and the
 mode for denormal numbers."""
 
+import math
 from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
@@ -10,16 +11,22 @@ Float = Union[float, np.floating]
 TOO_LARGE = 2.0**110
 
 
-def max_abs(x: np.ndarray, peaks: Optional[np.ndarray] = None) -> float:
-    """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements. peaks:
-    uint32 for the bits of the largest magnitude of each 64 elements."""
+def max_abs(x: np.ndarray) -> float:
+    """max |x| as a float; infinity where anything is infinite or NaN, 0 for no elements."""
+    peak = np.abs(x).max(initial=0)
+    return float(peak) if np.isfinite(peak) else float("inf")
+
+
+def norms(x: np.ndarray, peaks: Optional[np.ndarray] = None, *, l2: bool) -> np.ndarray:
+    """An array of one number: max |x|, or with l2 ‖x‖₂; infinity where anything is infinite or NaN.
+    peaks: uint32 for the bits of the largest magnitude of each 64 elements."""
     if peaks is not None:
         if len(peaks) != -(-len(x) // 64):
             raise ValueError("peaks, one for 64 elements, and x must have the same length")
         bits = np.abs(x).view(np.uint32)
         peaks[...] = np.maximum.reduceat(bits, np.arange(0, len(x), 64)) if len(x) else 0
-    peak = np.abs(x).max(initial=0)
-    return float(peak) if np.isfinite(peak) else float("inf")
+    norm = math.sqrt(squared_norm(x)) if l2 else max_abs(x)
+    return np.array([norm if math.isfinite(norm) else math.inf], np.float32)
 
 
 def max_abs_and_deviation(x: np.ndarray) -> Tuple[float, float]:

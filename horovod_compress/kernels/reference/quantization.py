@@ -5,6 +5,9 @@ Elements go to words by blocks of 64 words: the first fields of a block's words 
 second …. Codes are signed and borrow from the field above, so the sum of the ranks' words is the
 word of the sums. A field must hold 2·(ranks · largest code) + 1 values.
 
+w, an array of one number, is the largest norm of all ranks. Where it is not finite, some rank's
+gradient is not: all codes are 0 then, and what is decoded is NaN.
+
 The native functions write into `spare`, an earlier step's words, where it is given.
 """
 
@@ -12,7 +15,6 @@ from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from .dense import Float
 from .random import next_bits, one_of, random_bits, round_at_random
 
 BLOCK = 64  # words, part of the wire format
@@ -24,7 +26,7 @@ def quantize(
     levels: Optional[np.ndarray],
     spare: Optional[np.ndarray] = None,
     *,
-    w: float,
+    w: np.ndarray,
     clip: float,
     steps: Steps,
     width: int,
@@ -41,7 +43,7 @@ def quantize(
     """
     levels = _finest(levels, len(x), len(steps), size)
     steps = np.asarray(steps, np.float32)
-    before, factor = factors(w, steps)
+    x, before, factor = _scaled(x, w, steps)
     y = x * before * factor[levels]
     if len(steps) == 1:
         most = np.float32(clip) * before * factor[0]
@@ -54,18 +56,20 @@ def dequantize(
     levels: Optional[np.ndarray],
     out: np.ndarray,
     *,
-    w: float,
+    w: np.ndarray,
     steps: Steps,
     width: int,
     size: int,
     scale: float,
-) -> None:
+) -> bool:
     """out = (sum of `size` ranks' codes) · w/s · scale. levels are those that the codes were
-    quantized with."""
+    quantized with. Returns whether out is finite."""
     levels = _finest(levels, len(out), len(steps), size)
     unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
     codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
-    out[...] = codes * unit[levels]
+    finite = bool(np.isfinite(w).all() and np.isfinite(scale))
+    out[...] = codes * unit[levels] if finite else np.nan
+    return finite and bool(np.isfinite(out).all())
 
 
 def encode_scales(
@@ -73,7 +77,7 @@ def encode_scales(
     peaks: np.ndarray,
     spare: Optional[np.ndarray] = None,
     *,
-    w: float,
+    w: np.ndarray,
     steps: Steps,
     size: int,
 ) -> np.ndarray:
@@ -86,7 +90,7 @@ def encode_scales(
     if len(peaks) != -(-len(x) // 64):
         raise ValueError("peaks, one for 64 elements, and x must have the same length")
     steps = np.asarray(steps, np.float32)
-    before, factor = factors(w, steps)
+    x, before, factor = _scaled(x, w, steps)
     fits = [
         np.abs(x * before * each) <= steps[0] * np.float32(one_of(steps[0])) for each in factor[1:]
     ]
@@ -115,18 +119,21 @@ def _finest(levels: Optional[np.ndarray], n: int, scales: int, size: int) -> np.
     return finest
 
 
-def factors(w: Float, steps: np.ndarray) -> Tuple[np.float32, np.ndarray]:
-    """Two factors from x to steps in units of 1/one_of(steps[0]), in range even where w is denormal
-    or huge. In the first scale w itself becomes at most steps[0]."""
-    w = np.float32(w)
-    if not w > 0:
-        return np.float32(1), np.zeros_like(steps)
+def _scaled(
+    x: np.ndarray, w: np.ndarray, steps: np.ndarray
+) -> Tuple[np.ndarray, np.float32, np.ndarray]:
+    """x, as zeros where w is not finite, and two factors from it to steps in units of
+    1/one_of(steps[0]), in range even where w is denormal or huge. In the first scale w itself
+    becomes at most steps[0]."""
+    (w,) = w
+    if not 0 < w < np.inf:
+        return x if w == 0 else np.zeros_like(x), np.float32(1), np.zeros_like(steps)
     before = np.ldexp(np.float32(1), -int(np.clip(np.frexp(w)[1] - 1, -120, 120)))
     one = np.float32(one_of(steps[0]))
     factor = steps / (w * before) * one
     if w * before * factor[0] > steps[0] * one:
         factor[0] = np.nextafter(factor[0], np.float32(0))
-    return before, factor
+    return x, before, factor
 
 
 def word_dtype(width: int, spare: int = 0) -> np.dtype:

@@ -6,7 +6,7 @@ from typing import Optional, Sequence, Tuple
 import numpy as np
 
 from ..encoded import Encoded
-from .dense import TOO_LARGE, Float
+from .dense import TOO_LARGE, Float, advance
 from .sparse import code_entries, encode_sparse
 
 
@@ -19,13 +19,8 @@ def add_to_residual(
     momentum: float = 0.0,
     nesterov: bool = False,
     scale: float = 1.0,
-    k: int = 0,
-    samples: int = 0,
-    offset: int = 0,
-    chunk: int = 0,
-) -> Tuple[np.ndarray, bool]:
-    """Adds a gradient to momentum u and velocity v in place and chooses what to send (DGC, arXiv
-    1712.01887, section 3).
+) -> bool:
+    """Adds a gradient to momentum u and velocity v in place (DGC, arXiv 1712.01887, section 3).
 
     vanilla: u ← m·u + g, v ← v + u; Nesterov: u ← m·(u + g), v ← v + u + g; without momentum (u
     None): v ← v + g; where g = scale·grad. An element whose new v would be TOO_LARGE or not finite
@@ -34,13 +29,7 @@ def add_to_residual(
     there. With `base` the gradient is grad − base, and grad is left as base is: so parameters that
     an optimizer has moved from there go back, and the sum is added to them.
 
-    Returns (indices, finite): ascending indices of the k largest |v|, of equal ones the first, and
-    none of zeros; and whether every new v was finite. The native kernel finds a threshold from
-    about `samples` sampled elements, the sample shifted by `offset`, and trims what passed; the
-    reference sorts, and needs neither.
-
-    With `chunk` above 0 the indices are those of the k largest of each chunk of so many elements.
-    Nothing is sampled then.
+    Returns whether every new v was finite.
     """
     g = np.float32(scale) * (grad if base is None else grad - base)
     m = np.float32(momentum)
@@ -52,12 +41,10 @@ def add_to_residual(
     else:
         new_u = m * u + g
         new_v = v + new_u
-    finite = np.abs(new_v) < TOO_LARGE
-    v[...] = np.where(finite, new_v, v)
     if u is not None:
-        u[...] = np.where(finite, new_u, np.where(np.isfinite(new_v), 0, u))
+        u[...] = np.where(np.abs(new_v) < TOO_LARGE, new_u, np.where(np.isfinite(new_v), 0, u))
     grad[...] = 0 if base is None else base
-    return largest_of(v, k, chunk or max(len(v), 1)), bool(finite.all())
+    return advance(v, new_v)
 
 
 def largest_of(values: np.ndarray, k: int, chunk: int) -> np.ndarray:
@@ -107,25 +94,20 @@ def encode_topk(
     kind: str,
     masked: int = 0,
 ) -> Encoded:
-    """add_to_residual, take_entries of what it has chosen, and their sparse body; none where the
-    gradient was not finite. `undo` of what is returned: (indices, rows), as take_entries returns
-    them."""
-    chosen, finite = add_to_residual(
-        grad,
-        u,
-        v,
-        base=base,
-        momentum=momentum,
-        nesterov=nesterov,
-        scale=scale,
-        k=k,
-        samples=samples,
-        offset=offset,
-        chunk=chunk,
+    """add_to_residual, take_entries of the k largest |v|, or with `chunk` above 0 of those of each
+    chunk of so many elements, and their sparse body. Of equal ones the first are chosen, none of
+    zeros, and none where the gradient was not finite. `undo` of what is returned: (indices, rows),
+    as take_entries returns them.
+
+    The native kernel finds a threshold from about `samples` sampled elements, the sample shifted by
+    `offset`, and trims what passed, but samples nothing for chunks. The reference sorts, and needs
+    neither.
+    """
+    finite = add_to_residual(
+        grad, u, v, base=base, momentum=momentum, nesterov=nesterov, scale=scale
     )
-    indices, rows, values, scales = take_entries(
-        chosen if finite else chosen[:0], v, u, kind=kind, masked=masked
-    )
+    chosen = largest_of(v, k if finite else 0, chunk or max(len(v), 1))
+    indices, rows, values, scales = take_entries(chosen, v, u, kind=kind, masked=masked)
     return encode_sparse(indices, values, kind=kind, scales=scales)._replace(
         finite=finite, undo=(indices, rows)
     )

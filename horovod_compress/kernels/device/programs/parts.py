@@ -9,17 +9,6 @@ TOO_LARGE, INFINITY = tl.constexpr(launches.TOO_LARGE), tl.constexpr(launches.IN
 
 
 @triton.jit
-def block_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """(the number of this block's tensor, where its arguments are, this block's first element,
-    those counted from it, which of them there are)."""
-    owner = tl.load(owners + tl.program_id(0))
-    row = table + owner * COLUMNS
-    start = (tl.program_id(0) - tl.load(row + 1)) * BLOCK
-    i = tl.arange(0, BLOCK)
-    return owner, row + 2, start, i, i < tl.minimum(tl.load(row) - start, BLOCK).to(tl.int32)
-
-
-@triton.jit
 def rows_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """(The number of this block's tensor, where its arguments are, this block's first element, and
     how many there are from that on, at most a block.)"""
@@ -27,6 +16,15 @@ def rows_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     row = table + owner * COLUMNS
     start = (tl.program_id(0) - tl.load(row + 1)) * BLOCK
     return owner, row + 2, start, tl.minimum(tl.load(row) - start, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def block_of(table, owners, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """(As of `rows_of`, but for their number; the block's elements counted from its first, which of
+    them there are.)"""
+    owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
+    i = tl.arange(0, BLOCK)
+    return owner, row, start, i, i < size
 
 
 @triton.jit

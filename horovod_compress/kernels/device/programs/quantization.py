@@ -32,7 +32,7 @@ def _before(w):
 
 @triton.jit
 def _factor(w, step, FRACTION: tl.constexpr):
-    """As the second of `kernels.reference.quantization.factors`; 0 where w is 0, or not finite."""
+    """As the second factor of the reference's `_scaled`; 0 where w is 0, or not finite."""
     used = (w > 0) & (magnitude_of(w) < INFINITY)
     divided = tl.div_rn(step, tl.where(used, w * _before(w), 1.0))
     return tl.where(used, divided * (1 << FRACTION), 0.0)

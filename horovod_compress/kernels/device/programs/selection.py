@@ -9,7 +9,7 @@ so that nothing waits for the host.
 import triton
 import triton.language as tl
 
-from .parts import INFINITY, TOO_LARGE, block_of, float_at, floats, magnitude_of, rows_of
+from .parts import INFINITY, TOO_LARGE, float_at, floats, magnitude_of, rows_of
 
 # Elements that share one maximum.
 LINE = 32
@@ -56,7 +56,7 @@ def advance(
     """Advances u and v, and leaves the gradient as `base` is, or zero. Counts the lines' largest
     new magnitudes, and notes the largest one that was to be.
 
-    grad, base, u, v, momentum, scale, k, first line."""
+    grad, base, u, v, momentum, scale, first line."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     line = tl.arange(0, BLOCK // _LINE)
     i = line[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
@@ -88,7 +88,7 @@ def advance(
     tl.atomic_max(its + _PEAK, tl.max(tl.max(bits, 1), 0), sem="relaxed")
     highest = tl.max(tl.where(inside, magnitude_of(kept), 0), 1)
     there = line * _LINE < size
-    tl.store(lines + tl.load(row + 7) + start // _LINE + line, highest, mask=there)
+    tl.store(lines + tl.load(row + 6) + start // _LINE + line, highest, mask=there)
     tl.atomic_add(its + (highest >> 20), 1, mask=there & (highest > 0), sem="relaxed")
 
 
@@ -109,7 +109,7 @@ def _tile_of(row, lines, start, size, tile, floor, TILE: tl.constexpr):
     which none reaches the floor; what they are.)"""
     line = tile + tl.arange(0, TILE)
     highest = tl.load(
-        lines + tl.load(row + 7) + start // _LINE + line, mask=line * _LINE < size, other=0
+        lines + tl.load(row + 6) + start // _LINE + line, mask=line * _LINE < size, other=0
     )
     i = line[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
     wanted = (highest >= floor)[:, None] & (i < size)
@@ -129,9 +129,11 @@ def narrow(
     BLOCK: tl.constexpr,
 ):
     """Counts elements by the upper, middle or lower bits of their magnitudes: all that may be
-    above the threshold, then those that have its upper bits, then its upper and middle bits."""
+    above the threshold, then those that have its upper bits, then its upper and middle bits.
+
+    As of `advance`, and k."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
-    its, k = bins + owner * _ROW, tl.load(row + 6).to(tl.int32)
+    its, k = bins + owner * _ROW, tl.load(row + 7).to(tl.int32)
     first = start == 0
     if STAGE == 1:
         # At least one element of each line reaches its maximum.
@@ -220,7 +222,7 @@ def collect(
     TAKEN none are of a tensor that was not to be finite, and v becomes 0 there, and u below
     `masked`. counts, ends: of blocks, and their sums.
 
-    As of `advance`, where in those arrays its entries begin, and masked."""
+    As of `narrow`, where in those arrays its entries begin, and masked."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     its, first = bins + owner * _ROW, tl.load(row - 1)
@@ -257,25 +259,3 @@ def collect(
     last = start + size == tl.load(row - 2)
     tl.store(facts + 2 * owner, tl.load(its + _PEAK), mask=last)
     tl.store(facts + 2 * owner + 1, above + tl.minimum(equal, ties), mask=last)
-
-
-@triton.jit
-def put(
-    table,
-    owners,
-    indices,
-    for_a,
-    for_b,
-    TWO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes numbers into a, and with TWO others into b, at indices that do not repeat.
-
-    a, b, where in `indices` and in the numbers."""
-    owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
-    entry = tl.load(row + 2) + start + i
-    at = tl.load(indices + entry, mask=inside, other=0).to(tl.int64)
-    tl.store(floats(row, 0) + at, tl.load(for_a + entry, mask=inside, other=0.0), mask=inside)
-    if TWO:
-        tl.store(floats(row, 1) + at, tl.load(for_b + entry, mask=inside, other=0.0), mask=inside)

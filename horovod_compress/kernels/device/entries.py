@@ -1,25 +1,84 @@
-"""Entries of a group that travel as they are on the device, between ranks whose transport gathers
-there: nobody waits for them, and the CPU learns later whether all was right. What a rollback would
-need of them is copied to the CPU.
+"""Entries of tensors on a device, and how they come and go.
 
-A frame is of int32 words: a head of what all ranks must have alike, as `wire.head` makes it; of
-each tensor its largest magnitude, as bits, and how many entries it sends; of all tensors indices,
-then values, with room for k of each. What is behind is not sent.
+Some become payloads on the CPU, as those of the CPU's kernels, and are added to tensors from there.
+Others stay, between ranks whose transport gathers on devices: nobody waits for them, and the CPU
+learns later whether all was right. What a rollback would need of them is copied to the CPU.
+
+A frame of those is of int32 words: a head of what all ranks must have alike, as `wire.head` makes
+it; of each tensor its largest magnitude, as bits, and how many entries it sends; of all tensors
+indices, then values, with room for k of each. What is behind is not sent.
 """
 
-from typing import Callable, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
 import numpy as np
 import torch
 
-from ..late import then
+from .. import cpu
+from ..encoded import Encoded
+from ..lists import in_groups, then
 from . import launches
 from .array import DeviceArray
 from .dense import are_finite
-from .programs import frames as programs
-from .shared import starts_of
+from .programs import entries as programs
+from .shared import kernel, starts_of
 
 HEAD = 3
+
+
+def payloads_of(
+    indices: Sequence[np.ndarray],
+    values: Sequence[np.ndarray],
+    kind: Any,
+    scales: Sequence[Any],
+    finite: Sequence[bool],
+    undo: Iterable[Tuple[Any, ...]],
+) -> List[Encoded]:
+    """Payloads of entries that have come to the CPU. kind: of all, or a list. finite, undo: as of
+    `Encoded`."""
+    encoded = cpu.encode_sparse(indices, values, kind=kind, scales=scales)
+    return [
+        each._replace(finite=whether, undo=its) for each, whether, its in zip(encoded, finite, undo)
+    ]
+
+
+def put(
+    tensors: Sequence[Sequence[DeviceArray]],
+    indices: Sequence[np.ndarray],
+    numbers: Sequence[np.ndarray],
+) -> None:
+    """Writes float32 numbers into tensors' arrays, as many of each tensor, at indices, uint32, that
+    do not repeat; numbers: a row for each array."""
+
+    def written(which: Sequence[int]) -> List[None]:
+        device, arrays = tensors[which[0]][0].device, len(tensors[which[0]])
+        at = launches.copied([indices[i] for i in which], device)
+        rows = [launches.copied([numbers[i][row] for i in which], device) for row in range(arrays)]
+        starts = starts_of([len(indices[i]) for i in which])
+        table = [
+            (len(indices[i]), tensors[i][0].tensor, tensors[i][-1].tensor, start)
+            for i, start in zip(which, starts)
+        ]
+        launches.launch(programs.put, table, at, rows[0], rows[-1], TWO=arrays == 2)
+        return [None] * len(which)
+
+    in_groups(range(len(tensors)), lambda i: len(tensors[i]), written)
+
+
+@kernel
+def decode_add_sparse(calls: List[Any]) -> Sequence[bool]:
+    """out[indices] += scale·values of a sparse body, in place. ValueError, and nothing added, for
+    an invalid body. Returns whether the new elements are finite."""
+    found = cpu.decode_sparse(
+        [call.body for call in calls], numel=[call.out.size for call in calls]
+    )
+    device, counts = calls[0].out.device, [len(indices) for indices, _ in found]
+    indices, values = (launches.copied(each, device) for each in zip(*found))
+    rows = [
+        (count, call.out.tensor, float(call.scale), start)
+        for count, call, start in zip(counts, calls, starts_of(counts))
+    ]
+    return are_finite(launches.largest(programs.add_entries, rows, indices, values))
 
 
 class Frame:

@@ -1,10 +1,47 @@
-"""The program that adds the entries of all ranks' frames, as `kernels.device.frames` lays them
-out."""
+"""Programs that write entries, and that add them: those of one payload, or those of all ranks'
+frames, as `kernels.device.entries` lays them out."""
 
 import triton
 import triton.language as tl
 
-from .parts import INFINITY, TOO_LARGE, float_at, floats, magnitude_of, rows_of
+from .parts import INFINITY, TOO_LARGE, block_of, float_at, floats, magnitude_of, rows_of
+
+
+@triton.jit
+def put(
+    table,
+    owners,
+    indices,
+    for_a,
+    for_b,
+    TWO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes numbers into a, and with TWO others into b, at indices that do not repeat.
+
+    a, b, where in `indices` and in the numbers."""
+    owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
+    entry = tl.load(row + 2) + start + i
+    at = tl.load(indices + entry, mask=inside, other=0).to(tl.int64)
+    tl.store(floats(row, 0) + at, tl.load(for_a + entry, mask=inside, other=0.0), mask=inside)
+    if TWO:
+        tl.store(floats(row, 1) + at, tl.load(for_b + entry, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def add_entries(table, owners, indices, values, peaks, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds scale·values at indices, which do not repeat. For its block: the largest new magnitude.
+
+    out, scale, where in `indices` and `values`."""
+    owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
+    entry = tl.load(row + 2) + start + i
+    out = floats(row, 0) + tl.load(indices + entry, mask=inside, other=0).to(tl.int64)
+    added = tl.load(out, mask=inside, other=0.0) + float_at(row, 1) * tl.load(
+        values + entry, mask=inside, other=0.0
+    )
+    tl.store(out, added, mask=inside)
+    tl.store(peaks + tl.program_id(0), tl.max(tl.where(inside, magnitude_of(added), 0)))
 
 
 @triton.jit
