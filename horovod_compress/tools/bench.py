@@ -25,7 +25,7 @@ from . import arguments
 from .gradients import load_gradients, random_gradients
 from .models import MODELS
 from .place import HERE, Place, add_device
-from .printing import console, digits, table, with_progress, write_json
+from .printing import Columns, console, digits, table, with_progress, write_json
 
 # Steps that touch new memory, not measured.
 WARMUP = 3
@@ -45,8 +45,7 @@ scale by row; a few sets take turns.
 To measure on one core: taskset -c 0 hvdcompress bench
 """
 
-_COLUMNS = {
-    # {title: function that formats a result}.
+_COLUMNS: Columns = {
     "spec": lambda result: result["spec"],
     "collective": lambda result: result["collective"],
     "ratio": lambda result: digits(result["ratio"]),
@@ -143,8 +142,8 @@ def _run(options: argparse.Namespace) -> None:
             f"{name}: {run['tensors']} tensors, {digits(run['floats'] / 1e6)} million floats; "
             f"{options.ranks} ranks, {options.steps} steps, {kernels.backend} kernels"
         )
-        rows = [[shown(result) for shown in _COLUMNS.values()] for result in results]
-        console().print(title, table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n")
+        shown = table(_COLUMNS, results, left=("spec", "collective"))
+        console().print(title, shown, *_NOTES, sep="\n")
 
 
 class Echo(Transport):

@@ -8,10 +8,9 @@ from ..compressors.advice import ADVICE
 from . import arguments, loads, prediction
 from .cost import MOST_RANKS, Network
 from .place import add_device
-from .printing import console, digits, table, with_progress, write_json
+from .printing import Columns, console, digits, table, with_progress, write_json
 
-_COLUMNS = {
-    # {title: function that formats a prediction}.
+_COLUMNS: Columns = {
     "ranks": lambda found: str(found["ranks"]),
     "spec": lambda found: found["spec"],
     "MB\nsent": lambda found: f"{found['bytes_sent'] / 1e6:.2f}",
@@ -190,18 +189,11 @@ def show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> N
         runs: what `prediction.predict` returns, by ascending number of ranks.
         rate: of links, bits a second; None where the network was measured.
     """
-    rows: List[List[str]] = []
-    for run in runs:
-        # An empty line between numbers of ranks.
-        rows += [[""] * len(_COLUMNS)] if rows else []
-        rows += [
-            [shown({"ranks": run["ranks"], **found}) for shown in _COLUMNS.values()]
-            for found in run["predictions"]
-        ]
-    rendered = table(_COLUMNS, rows, right=[title for title in _COLUMNS if title != "spec"])
+    groups = [[{"ranks": run["ranks"], **found} for found in run["predictions"]] for run in runs]
     said = _what_pays(runs[0], rate) if len(runs) == 1 else _from_where_dense_pays(runs)
     said += _recommended([found["spec"] for found in runs[0]["predictions"]])
-    console().print(_title(runs[0], rate), rendered, *_NOTES, "", *said, sep="\n")
+    shown = table(_COLUMNS, *groups, left=("spec",))
+    console().print(_title(runs[0], rate), shown, *_NOTES, "", *said, sep="\n")
 
 
 def _title(run: Dict[str, Any], rate: Optional[float]) -> str:
