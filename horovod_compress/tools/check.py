@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> None:
         ranks, compressors, plan.model_of(options), 1e-3 * options.backward, options.device
     )
     if first and not write_json(found, options.json) and "predictions" in found:
-        plan.show_predictions([found], None)
+        plan.show_predictions([found])
     # One rank has no predictions: there is no network.
     well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"
     ranks.say(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")

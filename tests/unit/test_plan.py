@@ -153,12 +153,12 @@ def test_a_measured_network_serves_instead_of_a_link(capsys, network):
 def test_the_table_says_what_is_recommended(capsys):
     text = run(capsys, "plan", "dgc:ratio=0.001", "strom", "--parameters", "10k")
     said = text.partition("Recommended (docs/choose.md):")[2]
+    adam = f'UpdateOptimizer(…, compression="{advice.ADAM.spec}", every='
     expected = [
         f"{advice.SGD.situation}: dgc:ratio=0.001, with warmup_steps= a tenth of the steps",
-        f"{advice.ADAM.situation}: {advice.ADAM.spec} on updates of every 4 steps, and try 1.5 to "
-        "4 times the learning rate",
-        f"Adam, AdamW and their kin, more ranks: {advice.ADAM.spec} on updates of every 2 steps, "
-        "and try 1.5 to 4 times the learning rate",
+        f"{advice.ADAM.situation}: {adam}4), and try 1.5 to 4 times the learning rate",
+        f"Adam, AdamW and their kin, more ranks: {adam}2), and try 1.5 to 4 times the learning "
+        "rate",
         "Half of the bytes are enough: fp16",
     ]
     assert said.split() == " ".join(expected).split()
