@@ -198,15 +198,15 @@ def _measure_network(job: Job) -> Network:
     operation = max(together - alone - latency, 0.0) / _OPERATIONS
     network, rates = Network(size, latency, operation, {}), {}
     for kind in COLLECTIVES:
-        spent: Dict[int, float] = {}
         # Of what a rank has afterwards, of which it hands in one.
         shares = size if kind.startswith("allgather") else 1
-        for nbytes in _SIZES:
-            spent[nbytes] = _collective_seconds(job, kind, nbytes // shares)
-            if spent[nbytes] - spent[_SIZES[0]] > _ENOUGH:
+        least = _collective_seconds(job, kind, _SIZES[0] // shares)
+        for nbytes in _SIZES[1:]:
+            more = _collective_seconds(job, kind, nbytes // shares) - least
+            if more > _ENOUGH:
                 break
         crossed = network.crossing(kind) * (nbytes - _SIZES[0]) / shares
-        rates[kind] = max(spent[nbytes] - spent[_SIZES[0]], 1e-9) / crossed
+        rates[kind] = max(more, 1e-9) / crossed
     return dataclasses.replace(network, seconds_per_byte=rates)
 
 

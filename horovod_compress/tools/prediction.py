@@ -95,13 +95,9 @@ def by_ranks(runs: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
             its = by_spec.setdefault(found["spec"], {})
             for key in found.keys() - {"spec"}:
                 its.setdefault(key, []).append(found[key])
-    dense = by_spec["none"]["step_seconds"]
     for its in by_spec.values():
         # The most ranks with which it is faster.
-        most = max(
-            (n for n, seconds, none in zip(counts, its["step_seconds"], dense) if seconds < none),
-            default=0,
-        )
+        most = max((n for n, of_none in zip(counts, its["of_none"]) if of_none < 1), default=0)
         its["dense_from"] = next((n for n in counts if n > most), None)
     return {
         **{key: runs[0][key] for key in ("model", "parameters", "backward_seconds")},

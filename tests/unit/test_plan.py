@@ -96,8 +96,9 @@ def test_several_numbers_of_ranks_have_one_table_and_a_plot(capsys, tmp_path):
 
 
 def test_what_waits_least_depends_on_the_link():
-    light = Load({"allgather uint8": 1e5}, 1, 0, True, 0, 0.15, 0.01)
-    both = {"none": Load({"allreduce float32": 1e8}, 1, 0, True, 0, 0, 0), "light": light}
+    gathered, summed = {"allgather uint8": 1.0}, {"allreduce float32": 1.0}
+    light = Load({"allgather uint8": 1e5}, gathered, 0, True, 0, 0.15, 0.01)
+    both = {"none": Load({"allreduce float32": 1e8}, summed, 0, True, 0, 0, 0), "light": light}
 
     def network(factor):
         return Network.of_link(1e9 * factor, 1e-4)
@@ -120,7 +121,7 @@ def test_dense_is_as_fast_from_where_it_stays_so():
     }
 
     def run_of(i):
-        of_one = {spec: Load({}, 0, 0, False, 0, each[i], 0) for spec, each in seconds.items()}
+        of_one = {spec: Load({}, {}, 0, False, 0, each[i], 0) for spec, each in seconds.items()}
         return prediction.predict(SMALL, of_one, NETWORK.among(counts[i], True).faster, 0.0)
 
     found = prediction.by_ranks([run_of(i) for i in range(4)])
