@@ -102,7 +102,7 @@ def _compare_installations(job: Job) -> Dict[str, Any]:
         "kernels": kernels.backend,
         **job.installed,
     }
-    everywhere = job.gathered({"host": socket.gethostname(), **found})
+    everywhere = job.ranks.gathered("installed", {"host": socket.gethostname(), **found})
     hosts = [theirs["host"] for theirs in everywhere]
     job.say(
         f"ranks: {', '.join(f'{hosts.count(host)} on {host}' for host in dict.fromkeys(hosts))}; "
@@ -127,7 +127,11 @@ def _try_algorithms(job: Job) -> Dict[str, Any]:
     for transport in job.transports:
         job.say(f"transport {transport}: trying every algorithm")
         errors = {
-            id: [error for error in job.gathered(_error_of(job, id, transport)) if error]
+            id: [
+                error
+                for error in job.ranks.gathered("error", _error_of(job, id, transport))
+                if error
+            ]
             for id in available()
         }
         failed = {id: its for id, its in errors.items() if its}
@@ -263,7 +267,7 @@ def _seconds(
     for _ in range(1 + times):
         before()
         # All ranks begin together.
-        job.gathered(None)
+        job.ranks.gathered("begin", None)
         started = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - started)

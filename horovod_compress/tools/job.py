@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from ..compressors import get_compressor
-from ..protocol.handshake import gather
 from ..session.ranks import Ranks
 
 
@@ -36,11 +35,7 @@ class Job:
     say: Callable[[str], Any] = str
 
     def __post_init__(self) -> None:
-        self.transport = self.ranks.transport_of(get_compressor("none"))
-
-    def gathered(self, value: Any) -> List[Any]:
-        """A value of each rank, JSON-able, in rank order."""
-        return gather(self.transport, "check", value)
+        self.transport = self.ranks.transport = self.ranks.transport_of(get_compressor("none"))
 
     def slowest(self, seconds: Sequence[float]) -> List[float]:
         """The largest of all ranks, of each."""
@@ -73,7 +68,7 @@ def of_horovod() -> Job:
         training,
         {"horovod": horovod.__version__, "mpi4py": mpi4py},
     )
-    if hvd.mpi_enabled() and "missing" not in job.gathered(mpi4py):
+    if hvd.mpi_enabled() and "missing" not in job.ranks.gathered("mpi4py", mpi4py):
         job.transports.append("mpi")
     return job
 
