@@ -11,18 +11,19 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optiona
 
 import numpy as np
 
-from .. import kernels
 from ..compressors import Spec, get_compressor
 from ..compressors.base import Compressor, Step
 from ..compressors.selective import decide_follow_lr
 from ..compressors.state import State, zeros
+from ..engine import checkpoint
 from ..engine.dense_policy import compressor_for
 from ..engine.lockstep import Named
 from ..engine.step import end_steps
 from ..kernels import HEADROOM, Encoded
 from ..protocol import wire
+from ..protocol.handshake import first_difference, shown
 from ..transport.base import Transport
-from .rules import Copies, merge, message, mix, undo
+from .rules import Copies, names_of_arrays
 from .topology import Topology
 
 # Of messages, where none is asked for.
@@ -32,6 +33,16 @@ MEASURED, MEAN_OF = 10, 10
 _DIVERGED = (
     "the parameters of rank {} are beyond float32: training has diverged. Load the last saved "
     "states, and take more bits, a smaller step or a lower learning rate"
+)
+_COUNTS = (
+    "steps",
+    "steps_undone",
+    "bytes_sent",
+    "bytes_received",
+    "dense_bytes",
+    "encode_seconds",
+    "exchange_seconds",
+    "decode_seconds",
 )
 # Comes before the tensors' parts of a message, where it has those.
 _NO_TEXT = np.zeros(0, np.uint8)
@@ -71,8 +82,7 @@ class _Failure:
 
 @dataclasses.dataclass
 class _Tensor:
-    """dtype: of its numbers in messages, where it is not compressed. sent, mixed: what an exchange
-    has brought of it, C(z) of this rank and the new W x̂."""
+    """dtype: of its numbers in messages, where it is not compressed; sent: C(z) of this rank."""
 
     name: str
     compressor: Compressor
@@ -80,7 +90,6 @@ class _Tensor:
     numel: int
     dtype: Optional[np.dtype]
     sent: np.ndarray
-    mixed: np.ndarray
 
     def encode(self, z: np.ndarray, step: Step) -> Tuple[np.ndarray, bool]:
         """(this tensor's part of a message, whether it is finite). The part may be in the memory of
@@ -94,11 +103,8 @@ class _Tensor:
         self.compressor.apply_pending(self.state)
         if self.dtype is None:
             return encoded.body, encoded.finite
-        if self.dtype == np.float16:
-            (largest,) = kernels.cpu.decode_float16([encoded.array.view(np.uint16)], [z])
-        else:
-            (largest,) = kernels.cpu.max_abs([encoded.array])
-        return encoded.array.view(np.uint8), largest < np.inf
+        finite = self.compressor.decode_dense(encoded.array, z, self.state, 1.0)
+        return encoded.array.view(np.uint8), finite
 
     def add(self, body: np.ndarray, out: np.ndarray, scale: float, spare: np.ndarray) -> bool:
         """Adds a part of a message, times a factor. Returns whether what is added is finite.
@@ -140,7 +146,7 @@ class Gossip:
     ) -> None:
         self.algorithm, self.zeta, self.topology = algorithm, zeta, topology
         self.transport = transport
-        self.neighbors = topology.neighbors(transport.rank)
+        self.neighbors, self._shapes = topology.neighbors(transport.rank), shapes
         self._number = compressor.traits.number
         told = [repr(compressor), algorithm, list(map(list, shapes.items()))]
         self._digest = zlib.crc32(json.dumps(told).encode())
@@ -156,8 +162,7 @@ class Gossip:
                 # One for all tensors: it is zero before each.
                 state.arrays[chosen.traits.accumulator] = residual[:numel]
             dtype = None if declared.verb == "allgather" else np.dtype(declared.dtype)
-            arrays = zeros(numel), np.zeros(numel)
-            self._tensors.append(_Tensor(name, chosen, state, numel, dtype, *arrays))
+            self._tensors.append(_Tensor(name, chosen, state, numel, dtype, zeros(numel)))
         self.copies: Dict[str, Copies] = {}
         self.steps = 0
         self._memory, self._frame_length = np.zeros(0, np.uint8), transport.frame_length()
@@ -167,14 +172,15 @@ class Gossip:
         self.failure: Optional[_Failure] = None
         self._alphas: Deque[float] = collections.deque(maxlen=MEAN_OF)
         # Of this process, whatever state it has loaded.
-        self.counts = dict.fromkeys(
-            ("steps", "steps_undone", "bytes_sent", "bytes_received", "dense_bytes"), 0
-        )
-        self._seconds = dict.fromkeys(("encode_seconds", "exchange_seconds", "decode_seconds"), 0.0)
+        self.counts: Dict[str, float] = dict.fromkeys(_COUNTS, 0)
 
     def begin(self, values: Named) -> None:
         """Makes public copies of parameters that all ranks have alike."""
-        self.copies = {name: Copies.of(self.algorithm, x) for name, x in values.items()}
+        keys = names_of_arrays(self.algorithm)
+        self.copies = {
+            name: Copies(self.algorithm, {key: x.astype(np.float64) for key in keys})
+            for name, x in values.items()
+        }
 
     def start(self, values: Named) -> None:
         """Sends this rank's message. Where parameters are not finite, the local step is undone
@@ -184,9 +190,9 @@ class Gossip:
         if not self._finite and self.failure is None:
             self.counts["steps_undone"] += 1
             for name, copies in self.copies.items():
-                undo(values[name], copies)
+                copies.undo(values[name])
             frame = self._frame(self._parts(values))
-        self._seconds["encode_seconds"] += time.perf_counter() - began
+        self.counts["encode_seconds"] += time.perf_counter() - began
         self.counts["dense_bytes"] += 4 * sum(t.numel for t in self._tensors) * len(self.neighbors)
         self._send("message", frame)
 
@@ -204,26 +210,18 @@ class Gossip:
         messages = self._received()
         began = time.perf_counter()
         for i, tensor in enumerate(self._tensors if self.failure is None else ()):
-            mix(
-                self.algorithm,
-                self.copies[tensor.name],
-                self.steps + 1,
-                self._decoded(tensor, {rank: parts[i] for rank, parts in messages.items()}),
-                tensor.mixed,
-                self._wide[: tensor.numel],
-            )
+            arrived = self._decoded(tensor, {rank: parts[i] for rank, parts in messages.items()})
+            self.copies[tensor.name].mix(self.steps + 1, arrived, self._wide[: tensor.numel])
         self.steps += 1
         if self.failure is not None:
             self.raise_failure(self.steps - 1 - self.topology.diameter)
             return
         # All messages can be used: what they bring is taken over now.
         for tensor in self._tensors:
-            x, copies = values[tensor.name], self.copies[tensor.name]
-            spare, wide = copies.mixed, self._wide[: tensor.numel]
-            merge(self.algorithm, x, copies, self.steps, self.zeta, tensor.sent, tensor.mixed, wide)
-            tensor.mixed = spare
+            x, wide = values[tensor.name], self._wide[: tensor.numel]
+            self.copies[tensor.name].merge(x, self.steps, self.zeta, tensor.sent, wide)
         self.counts["steps"] += 1
-        self._seconds["decode_seconds"] += time.perf_counter() - began
+        self.counts["decode_seconds"] += time.perf_counter() - began
 
     def raise_failure(self, until: float = math.inf) -> None:
         """Raises the error of an exchange that failed, if that had a number up to `until`."""
@@ -268,12 +266,59 @@ class Gossip:
         their frames; dense_bytes, of the same messages as float32; ratio: dense_bytes / bytes_sent;
         alpha; encode_seconds, exchange_seconds (waiting), decode_seconds."""
         dense, sent = self.counts["dense_bytes"], self.counts["bytes_sent"]
-        return {
-            **self.counts,
-            "ratio": dense / sent if sent else 1.0,
-            "alpha": self.alpha,
-            **self._seconds,
+        return {**self.counts, "ratio": dense / sent if sent else 1.0, "alpha": self.alpha}
+
+    def identity(self, portable: bool) -> Dict[str, Any]:
+        """The rank, topology and algorithm that a state belongs to; None for all of them in a
+        portable one."""
+        its = {
+            "rank": self.transport.rank,
+            "size": self.transport.size,
+            "algorithm": self.algorithm,
+            "topology": self.topology.description(),
         }
+        return dict.fromkeys(its) if portable else its
+
+    def check(self, kept: Any) -> None:
+        """Looks whether a state fits.
+
+        Args:
+            kept: what `DecentralizedOptimizer.state_dict` has under "decentralized".
+
+        Raises:
+            ValueError: it does not fit, or is no such state.
+        """
+        try:
+            portable = kept["rank"] is None
+            expected = self.identity(portable)
+            found = {key: kept[key] for key in expected}
+            arrays = {
+                name: {key: np.asarray(tensor) for key, tensor in its.items()}
+                for name, its in kept["tensors"].items()
+            }
+            counts = kept["exchanges"], kept["local_steps"]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a state of a DecentralizedOptimizer: {error!r}") from None
+        keys = names_of_arrays(self.algorithm)
+        expected["tensors"] = {
+            name: {"parameter": shape} if portable else dict.fromkeys(keys, (math.prod(shape),))
+            for name, shape in self._shapes.items()
+            if portable or arrays
+        }
+        found["tensors"] = {
+            name: {key: array.shape for key, array in its.items()} for name, its in arrays.items()
+        }
+        difference = first_difference(expected, found)
+        if difference:
+            (where,), (wanted, its) = shown(difference[0]), shown(*difference[1:])
+            raise ValueError(
+                f"this state does not fit: {where} is {its} in it and {wanted} here. Load on every "
+                "rank what that rank has saved, at the same number of ranks and with the same "
+                "model and options; or a portable state"
+            )
+        for count in counts:
+            checkpoint.refuse(checkpoint.wrong_count("steps", count))
+        checkpoint.refuse_not_finite(arrays)
 
     def _parts(self, values: Named) -> Iterator[np.ndarray]:
         """The parts of this rank's message, one after the other in the same memory. Says in
@@ -289,8 +334,7 @@ class Gossip:
         step = Step(self.steps, self.transport.rank, self.transport.size)
         for tensor in self._tensors:
             z, error = self._out[: tensor.numel], self._spare[: tensor.numel]
-            x, copies = values[tensor.name], self.copies[tensor.name]
-            message(self.algorithm, x, copies, self.steps + 1, z, error)
+            self.copies[tensor.name].message(values[tensor.name], self.steps + 1, z, error)
             if measures:
                 np.copyto(error, z)
                 squares += float(np.dot(z, z))
@@ -330,7 +374,7 @@ class Gossip:
         no exchange has failed."""
         began = time.perf_counter()
         frames = self._wait()
-        self._seconds["exchange_seconds"] += time.perf_counter() - began
+        self.counts["exchange_seconds"] += time.perf_counter() - began
         self.counts["bytes_received"] += sum(frames[rank].nbytes for rank in self.neighbors)
         messages = {}
         for rank in sorted(frames):

@@ -14,7 +14,7 @@ t is the number of the exchange, from 1.
 With an exact C the first three are D-PSGD, x ← W x + Δ.
 """
 
-import dataclasses
+import numbers
 from typing import Iterable, List, Optional, Tuple
 
 import numpy as np
@@ -22,33 +22,50 @@ import numpy as np
 from ..engine.lockstep import Named
 
 ALGORITHMS = ("dcd", "ecd", "choco", "exact")
+# CHOCO's ζ, where none is given: with quantizers it trains as exact exchanges do.
+STEP = 0.5
 
 
-@dataclasses.dataclass
+def zeta_of(algorithm: str, step: Optional[float]) -> float:
+    """CHOCO's ζ. ValueError for what is no algorithm, or no step of it."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+    if step is None:
+        return STEP
+    if algorithm != "choco":
+        raise ValueError(f"step is choco's, {algorithm} has none: leave it out")
+    if isinstance(step, bool) or not isinstance(step, numbers.Real) or not 0 < step <= 1:
+        raise ValueError(f"step must be a number above 0, at most 1, not {step!r}")
+    return float(step)
+
+
+def names_of_arrays(algorithm: str) -> List[str]:
+    """The keys of `Copies.arrays` with an algorithm."""
+    return ["mixed", "public"] + ["own"] * (algorithm == "ecd")
+
+
 class Copies:
-    """A rank's copies of a tensor, flat float64 arrays: `public`, its public copy x̂; `mixed`,
-    W x̂ of all ranks; `own`, x as the last exchange has left it, which is `public` in DCD and where
-    exchanges are exact, and which CHOCO does not need.
+    """A rank's copies of a tensor. In float32 the sums of a rank and of its neighbors would be
+    rounded differently, and x would move by the difference between `mixed` and W x̂ in every
+    exchange.
 
-    In float32 the sums of a rank and of its neighbors would be rounded differently, and x would
-    move by the difference between `mixed` and W x̂ in every exchange.
+    Args:
+        algorithm: one of ALGORITHMS.
+        arrays: those of which `arrays` has returned this.
+
+    Attributes:
+        public: its public copy x̂, a flat float64 array, as all of these are.
+        mixed: W x̂ of all ranks.
+        own: x as the last exchange has left it, which is `public` in DCD and where exchanges are
+            exact, and which CHOCO does not need.
     """
 
-    public: np.ndarray
-    mixed: np.ndarray
-    own: Optional[np.ndarray]
-
-    @classmethod
-    def of(cls, algorithm: str, x: np.ndarray) -> "Copies":
-        """Those of parameters that all ranks have alike."""
-        own = {name: x.astype(np.float64) for name in names_of_arrays(algorithm)}
-        return cls.from_arrays(algorithm, own)
-
-    @classmethod
-    def from_arrays(cls, algorithm: str, arrays: Named) -> "Copies":
-        """Those of which `arrays` has returned this."""
-        others = None if algorithm == "choco" else arrays["public"]
-        return cls(arrays["public"], arrays["mixed"], arrays.get("own", others))
+    def __init__(self, algorithm: str, arrays: Named) -> None:
+        self.algorithm = algorithm
+        self.public, self.mixed = arrays["public"], arrays["mixed"]
+        self.own = None if algorithm == "choco" else arrays.get("own", self.public)
+        # `mixed` after the exchange, until all messages can be used.
+        self._mixed = np.zeros(self.mixed.size)
 
     def arrays(self) -> Named:
         """By name, each once."""
@@ -57,113 +74,83 @@ class Copies:
             found["own"] = self.own
         return found
 
+    # What is not finite is looked for later.
+    @np.errstate(over="ignore", invalid="ignore")
+    def message(self, x: np.ndarray, t: int, out: np.ndarray, spare: np.ndarray) -> None:
+        """Writes z, which is to be compressed, into `out`.
 
-# What is not finite is looked for later.
-def names_of_arrays(algorithm: str) -> List[str]:
-    """The keys of `Copies.arrays` with an algorithm."""
-    return ["mixed", "public"] + ["own"] * (algorithm == "ecd")
+        Args:
+            x: the parameters after the local step, x + Δ, float32. They are left as they are.
+            t: the number of the exchange, from 1.
+            out, spare: float32, as long as x.
+        """
+        if self.own is None:
+            np.subtract(x, self.public, out=out)
+            return
+        # Δ first: it is zero where the optimizer has added nothing to what x was in float32.
+        np.copyto(spare, self.own, casting="same_kind")
+        np.subtract(x, spare, out=out)
+        if self.algorithm == "exact":
+            out += self.mixed
+            return
+        np.subtract(self.mixed, self.own, out=spare)
+        out += spare
+        if self.algorithm == "ecd":
+            out *= np.float32(t / 2)
+            out += self.own
 
+    def mix(self, t: int, arrived: Iterable[Tuple[float, np.ndarray]], wide: np.ndarray) -> None:
+        """Computes W x̂ after the exchange, and leaves the copies as they are until `merge`.
 
-@np.errstate(over="ignore", invalid="ignore")
-def message(
-    algorithm: str, x: np.ndarray, copies: Copies, t: int, out: np.ndarray, spare: np.ndarray
-) -> None:
-    """Writes z, which is to be compressed, into `out`.
+        Args:
+            t: as for `message`.
+            arrived: (weight, C(z) in float32) of this rank and its neighbors. The next one may be
+                in the memory of the last.
+            wide: memory of float64, as long as x.
+        """
+        keep, gain = self._factors(t)
+        before = self.mixed if keep == 1 else np.multiply(self.mixed, keep, out=self._mixed)
+        for weight, sent in arrived:
+            # The same numbers go into every rank's copy, whatever its weight.
+            np.multiply(sent, gain * weight, out=wide, dtype=np.float64)
+            before = np.add(before, wide, out=self._mixed)
 
-    Args:
-        algorithm: one of ALGORITHMS.
-        x: the parameters after the local step, x + Δ, float32. They are left as they are.
-        copies: of this tensor.
-        t: the number of the exchange, from 1.
-        out, spare: float32, as long as x.
-    """
-    if copies.own is None:
-        np.subtract(x, copies.public, out=out)
-        return
-    # Δ first: it is zero where the optimizer has added nothing to what x was in float32.
-    np.copyto(spare, copies.own, casting="same_kind")
-    np.subtract(x, spare, out=out)
-    if algorithm == "exact":
-        out += copies.mixed
-        return
-    np.subtract(copies.mixed, copies.own, out=spare)
-    out += spare
-    if algorithm == "ecd":
-        out *= np.float32(t / 2)
-        out += copies.own
+    def merge(self, x: np.ndarray, t: int, zeta: float, sent: np.ndarray, wide: np.ndarray) -> None:
+        """Makes the copies, and x, what they are after the exchange that `mix` has seen.
 
+        Args:
+            x, t: as for `message`. x becomes the parameters after the exchange.
+            zeta: ζ, CHOCO's step.
+            sent: C(z) of this rank, in float32. It is used up.
+            wide: as for `mix`.
+        """
+        keep, gain = self._factors(t)
+        if keep != 1:
+            self.public *= keep
+        np.multiply(sent, gain, out=wide, dtype=np.float64)
+        self.public += wide
+        if self.algorithm == "ecd" and self.own is not None:
+            np.copyto(sent, self.own, casting="same_kind")
+            np.subtract(x, sent, out=sent)
+            np.add(self.mixed, sent, out=self.own)
+            np.copyto(x, self.own, casting="same_kind")
+        self.mixed, self._mixed = self._mixed, self.mixed
+        if self.own is self.public:
+            np.copyto(x, self.public, casting="same_kind")
+        elif self.own is None:
+            np.subtract(self.mixed, self.public, out=sent)
+            sent *= np.float32(zeta)
+            x += sent
 
-def mix(
-    algorithm: str,
-    copies: Copies,
-    t: int,
-    arrived: Iterable[Tuple[float, np.ndarray]],
-    out: np.ndarray,
-    wide: np.ndarray,
-) -> None:
-    """Writes W x̂ after the exchange into `out`.
+    def undo(self, x: np.ndarray) -> None:
+        """Takes the local step back. CHOCO does not know what was before: there, what is not
+        finite becomes the public copy."""
+        if self.own is not None:
+            np.copyto(x, self.own, casting="same_kind")
+        else:
+            np.copyto(x, self.public, where=~np.isfinite(x), casting="same_kind")
 
-    Args:
-        algorithm, copies, t: as for `message`. Copies are left as they are.
-        arrived: (weight, C(z) in float32) of this rank and its neighbors. The next one may be in
-            the memory of the last.
-        out, wide: float64, as long as x.
-    """
-    keep, gain = _factors(algorithm, t)
-    before = copies.mixed if keep == 1 else np.multiply(copies.mixed, keep, out=out)
-    for weight, sent in arrived:
-        # The same numbers go into every rank's copy, whatever its weight.
-        np.multiply(sent, gain * weight, out=wide, dtype=np.float64)
-        before = np.add(before, wide, out=out)
-
-
-def merge(
-    algorithm: str,
-    x: np.ndarray,
-    copies: Copies,
-    t: int,
-    zeta: float,
-    sent: np.ndarray,
-    mixed: np.ndarray,
-    wide: np.ndarray,
-) -> None:
-    """Makes the copies, and x, what they are after the exchange.
-
-    Args:
-        algorithm, x, copies, t: as for `message`. x becomes the parameters after the exchange.
-        zeta: ζ, CHOCO's step.
-        sent: C(z) of this rank, in float32. It is used up.
-        mixed: of `mix`. The copies have it from now on.
-        wide: memory of float64, as long as x.
-    """
-    keep, gain = _factors(algorithm, t)
-    if keep != 1:
-        copies.public *= keep
-    np.multiply(sent, gain, out=wide, dtype=np.float64)
-    copies.public += wide
-    if algorithm == "ecd" and copies.own is not None:
-        np.copyto(sent, copies.own, casting="same_kind")
-        np.subtract(x, sent, out=sent)
-        np.add(copies.mixed, sent, out=copies.own)
-        np.copyto(x, copies.own, casting="same_kind")
-    copies.mixed = mixed
-    if copies.own is copies.public:
-        np.copyto(x, copies.public, casting="same_kind")
-    elif copies.own is None:
-        np.subtract(mixed, copies.public, out=sent)
-        sent *= np.float32(zeta)
-        x += sent
-
-
-def _factors(algorithm: str, t: int) -> Tuple[float, float]:
-    """Those of the old copy and of C(z) in the new one."""
-    return {"exact": (0.0, 1.0), "ecd": (1 - 2 / t, 2 / t)}.get(algorithm, (1.0, 1.0))
-
-
-def undo(x: np.ndarray, copies: Copies) -> None:
-    """Takes the local step back. CHOCO does not know what was before: there, what is not finite
-    becomes the public copy."""
-    if copies.own is not None:
-        np.copyto(x, copies.own, casting="same_kind")
-    else:
-        np.copyto(x, copies.public, where=~np.isfinite(x), casting="same_kind")
+    def _factors(self, t: int) -> Tuple[float, float]:
+        """Those of the old copy and of C(z) in the new one."""
+        its = {"exact": (0.0, 1.0), "ecd": (1 - 2 / t, 2 / t)}
+        return its.get(self.algorithm, (1.0, 1.0))

@@ -11,24 +11,8 @@ from ..engine.checkpoint import mean_of
 from ..engine.lockstep import Named
 from ..transport.loopback import Loopback
 from .gossip import Gossip, compressor_of_messages
-from .rules import ALGORITHMS
+from .rules import zeta_of
 from .topology import Topology
-
-# CHOCO's ζ, where none is given: with quantizers it trains as exact exchanges do.
-STEP = 0.5
-
-
-def zeta_of(algorithm: str, step: Optional[float]) -> float:
-    """CHOCO's ζ. ValueError for what is no algorithm, or no step of it."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
-    if step is None:
-        return STEP
-    if algorithm != "choco":
-        raise ValueError(f"step is choco's, {algorithm} has none: leave it out")
-    if isinstance(step, bool) or not isinstance(step, numbers.Real) or not 0 < step <= 1:
-        raise ValueError(f"step must be a number above 0, at most 1, not {step!r}")
-    return float(step)
 
 
 @dataclasses.dataclass(repr=False)

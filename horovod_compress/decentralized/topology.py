@@ -31,7 +31,6 @@ class Topology:
         weights: W, float64 of (size, size).
         rho: max(|λ₂|, |λ_N|) of the eigenvalues of W in descending order: the factor by which one
             exact exchange brings ranks together, at worst.
-        mu: max |λᵢ − 1|.
     """
 
     def __init__(self, given: Any, size: Any) -> None:

@@ -15,7 +15,6 @@ from ..compressors.base import Compressor
 from ..compressors.state import zeros
 from ..engine.exchange import Exchange
 from ..engine.lockstep import Named
-from ..engine.record_types import Stats
 from ..kernels import Encoded, new_body
 from ..kernels.reference.frames import HEADER
 from ..protocol import wire
@@ -25,7 +24,7 @@ from . import arguments
 from .gradients import load_gradients, random_gradients
 from .models import MODELS
 from .place import HERE, Place, add_device
-from .printing import console, digits, table, with_progress, write_json
+from .printing import Columns, console, digits, table, with_progress, write_json
 
 # Steps that touch new memory, not measured.
 WARMUP = 3
@@ -45,8 +44,7 @@ scale by row; a few sets take turns.
 To measure on one core: taskset -c 0 hvdcompress bench
 """
 
-_COLUMNS = {
-    # {title: function that formats a result}.
+_COLUMNS: Columns = {
     "spec": lambda result: result["spec"],
     "collective": lambda result: result["collective"],
     "ratio": lambda result: digits(result["ratio"]),
@@ -143,8 +141,8 @@ def _run(options: argparse.Namespace) -> None:
             f"{name}: {run['tensors']} tensors, {digits(run['floats'] / 1e6)} million floats; "
             f"{options.ranks} ranks, {options.steps} steps, {kernels.backend} kernels"
         )
-        rows = [[shown(result) for shown in _COLUMNS.values()] for result in results]
-        console().print(title, table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), *_NOTES, sep="\n")
+        shown = table(_COLUMNS, results, left=("spec", "collective"))
+        console().print(title, shown, *_NOTES, sep="\n")
 
 
 class Echo(Transport):
@@ -246,26 +244,25 @@ def measure(
     echo = Echo(ranks)
     tensors = {name: (array.shape, compressor) for name, array in gradients[0].items()}
     exchange = Exchange(compressor, echo, tensors, machine=Machine.alone(ranks, local_size))
-    before, seconds, error = _take_steps(exchange, echo, gradients, steps, place)
-    after = exchange.stats()
+    seconds, error = _take_steps(exchange, echo, gradients, steps, place)
     encode, decode, streaming = map(statistics.median, zip(*seconds))
     # None are gathered where those of so many ranks would be more bytes than a dense exchange.
     gathers = collective_of(compressor) == "allgather" and "allgather uint8" in echo.sent
-    sent = after["bytes_sent"] - before["bytes_sent"]
-    dense = after["dense_bytes"] - before["dense_bytes"]
+    sent = sum(echo.sent.values()) / steps
+    dense = 4 * sum(array.size for array in gradients[0].values())
     return {
         "collective": collective_of(compressor),
         "ratio": dense / sent,
-        "bytes_per_step": sent / steps,
+        "bytes_per_step": sent,
         "exchanged": {kind: nbytes / steps for kind, nbytes in echo.sent.items()},
         "operations": {kind: count / steps for kind, count in echo.operations.items()},
         "encode_seconds": encode,
         "decode_seconds": decode,
         "streaming_seconds": streaming,
-        "gradient_bytes_per_second": dense / steps / (encode + decode),
+        "gradient_bytes_per_second": dense / (encode + decode),
         "times_streaming": (encode + decode / (ranks if gathers else 1)) / streaming,
         "error": error,
-        "residual": after["residual_norm"] > 0,
+        "residual": exchange.stats()["residual_norm"] > 0,
     }
 
 
@@ -275,32 +272,30 @@ def _take_steps(
     gradients: Sequence[Named],
     steps: int,
     place: Place,
-) -> Tuple[Stats, List[Tuple[float, float, float]], float]:
-    """Takes steps, with a warm-up. Returns the statistics before the measured ones; the seconds to
-    encode, decode and stream in each; and the error of the first step."""
+) -> Tuple[List[Tuple[float, float, float]], float]:
+    """Takes steps, with a warm-up. Returns the seconds to encode, decode and stream in each of the
+    measured ones, whose bytes `echo` has counted then; and the error of the first step."""
     seconds = []
     if not exchange.tensors.compressor.traits.on_device:
         place = HERE
     grads = {n: place.put(zeros(a.size)) for n, a in gradients[0].items()}
     for step in range(WARMUP + steps):
         given = gradients[step % len(gradients)]
-        if step == WARMUP - 1:
-            earlier = exchange.stats()
         if step == WARMUP:
-            before = exchange.stats()
             state = [array for arrays in exchange.arrays().values() for array in arrays.values()]
-            size = int(before["bytes_sent"] - earlier["bytes_sent"]) // 4
-            payload = place.put(zeros(size))
+            # As long as that of the last step.
+            payload = place.put(zeros(sum(echo.sent.values()) // 4))
             streams = [*grads.values(), *state, payload]
+        if step <= WARMUP:
             echo.sent.clear()
             echo.operations.clear()
         encode, decode = _time_step(exchange, echo, grads, given, place.settle)
-        # No residual and no momentum yet, so the result can be compared with the gradient.
         if step == 0:
+            # No residual and no momentum yet, so the result can be compared with the gradient.
             error = _relative_error(grads, given)
         if step >= WARMUP:
             seconds.append((encode, decode, _time_streaming(streams, place.settle)))
-    return before, seconds, error
+    return seconds, error
 
 
 def _time_step(

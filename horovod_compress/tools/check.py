@@ -39,36 +39,25 @@ def _run(options: argparse.Namespace) -> None:
     except ValueError as error:
         options.parser.error(str(error))
     try:
-        from . import cluster
+        from . import cluster, job
 
         # torchrun's, where that has started this process, else Horovod's.
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            from .distributed_ranks import DistributedRanks
-
-            ranks: cluster.Ranks = DistributedRanks()
-        else:
-            from .horovod_ranks import HorovodRanks
-
-            ranks = HorovodRanks()
+        started = job.of_torchrun if "TORCHELASTIC_RUN_ID" in os.environ else job.of_horovod
+        ranks = started()
     except ImportError as error:
         sys.exit(
             f"hvdcompress check needs Horovod with PyTorch: {error} (pip install "
             "'horovod-compress[horovod]'). Or start it by torchrun"
         )
-    terminal = console(stderr=options.json == "-")
+    first = not ranks.transport.rank
+    if first:
+        ranks.say = console(stderr=options.json == "-").print
     found = cluster.run(
-        ranks,
-        compressors,
-        plan.model_of(options),
-        1e-3 * options.backward,
-        terminal.print,
-        options.device,
+        ranks, compressors, plan.model_of(options), 1e-3 * options.backward, options.device
     )
-    if not ranks.rank and not write_json(found, options.json) and "predictions" in found:
-        plan.show_predictions([found], None)
-    if not ranks.rank:
-        # One rank has no predictions: there is no network.
-        well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"
-        terminal.print(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")
-    ranks.leave()
+    if first and not write_json(found, options.json) and "predictions" in found:
+        plan.show_predictions([found])
+    # One rank has no predictions: there is no network.
+    well = "all is well" if "predictions" in found else "all is well, as far as one rank shows"
+    ranks.say(f"\n{well}" if found["good"] else "\nsomething is wrong: see above")
     sys.exit(not found["good"])

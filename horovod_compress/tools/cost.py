@@ -41,23 +41,21 @@ class Load:
 
     Attributes:
         exchanged: bytes that a rank hands in, by collective.
-        operations: number of collectives, before Horovod fuses them.
+        operations: how many collectives of each, before Horovod fuses them.
         rounds: how often ranks agree on something before they send payloads.
         hides: whether payloads travel while backward goes on.
         last: share of the bytes that belong to the last gradient of a backward.
         encode: seconds.
         decode: seconds.
-        gathers: number of collectives that are allgathers.
     """
 
     exchanged: Dict[str, float]
-    operations: float
+    operations: Dict[str, float]
     rounds: int
     hides: bool
     last: float
     encode: float
     decode: float
-    gathers: float = 0.0
 
     @property
     def sent(self) -> float:
@@ -81,8 +79,7 @@ class Load:
             exchanged={kind: elements * nbytes for kind, nbytes in self.exchanged.items()},
             encode=elements * self.encode,
             decode=elements * self.decode,
-            operations=tensors * self.operations,
-            gathers=tensors * self.gathers,
+            operations={kind: tensors * count for kind, count in self.operations.items()},
         )
 
 
@@ -209,7 +206,8 @@ def added_seconds(load: Load, network: Network, backward: float = 0.0) -> float:
         for kind, nbytes in load.exchanged.items()
     )
     messages = load.rounds + sum(math.ceil(nbytes / FUSION) for nbytes in load.exchanged.values())
-    exchange = transfer + network.latency * messages + network.operation * load.operations
+    operations = sum(load.operations.values())
+    exchange = transfer + network.latency * messages + network.operation * operations
     hidden = min(backward, exchange - network.latency - load.last * transfer) if load.hides else 0.0
     return load.encode + exchange - hidden + load.decode
 

@@ -57,12 +57,10 @@ def load_gradients(path: str) -> List[Named]:
     except Exception as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     with opened as file:
-        for entry in file.files:
+        numbered = [re.fullmatch(r"(\d+)/(.+)", entry) for entry in file.files]
+        for entry, match in zip(file.files, numbered):
             array = _read(file, entry, path)
-            match, first_match = (
-                re.fullmatch(r"(\d+)/(.+)", name) for name in (entry, file.files[0])
-            )
-            if bool(match) != bool(first_match):
+            if bool(match) != bool(numbered[0]):
                 raise ValueError(
                     f"{path}: {entry}: either all entries are named step/name, or none is"
                 )

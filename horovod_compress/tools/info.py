@@ -4,9 +4,21 @@ import argparse
 import inspect
 from typing import Any
 
-from .. import available, get_compressor
+from ..compressors import available, find, get_compressor
 from . import arguments
-from .printing import console, table, write_json
+from .printing import Columns, console, table, write_json
+
+_ALGORITHMS: Columns = {
+    "id": lambda item: item[0],
+    "collective": lambda item: item[1]["collective"],
+    "paper": lambda item: item[1]["paper"],
+}
+_OPTIONS: Columns = {
+    "option": lambda item: item[0],
+    "default": lambda item: spelled(item[1]["default"]),
+    "values": lambda item: item[1]["values"],
+    "meaning": lambda item: item[1]["doc"],
+}
 
 
 def add(commands: Any) -> None:
@@ -22,34 +34,21 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     try:
-        classes = {
-            str(cls.id): cls
-            for cls in (type(get_compressor(spec)) for spec in options.ids or available())
-        }
+        ids = [str(get_compressor(spec).id) for spec in options.ids or available()]
     except ValueError as error:
         options.parser.error(str(error))
-    chosen = {id: available()[id] for id in classes}
+    chosen = {id: available()[id] for id in ids}
     if write_json(chosen, options.json):
         return
     terminal = console()
     if not options.ids:
-        terminal.print(
-            table(
-                ("id", "collective", "paper"),
-                [(id, about["collective"], about["paper"]) for id, about in chosen.items()],
-            )
-        )
-    for id, about in chosen.items() if options.ids else ():
+        terminal.print(table(_ALGORITHMS, chosen.items(), left=_ALGORITHMS))
+        return
+    for id, about in chosen.items():
         terminal.print(f"{id} · {about['collective']} · {about['paper']}")
-        terminal.print((inspect.getdoc(classes[id]) or "").partition("\n\n")[0].replace("\n", " "))
-        lines = [
-            (name, spelled(found["default"]), found["values"], found["doc"])
-            for name, found in about["options"].items()
-        ]
-        terminal.print(
-            table(("option", "default", "values", "meaning"), lines) if lines else "no options",
-            end="\n\n",
-        )
+        terminal.print((inspect.getdoc(find(id)) or "").partition("\n\n")[0].replace("\n", " "))
+        its = table(_OPTIONS, about["options"].items(), left=_OPTIONS)
+        terminal.print(its if about["options"] else "no options", end="\n\n")
 
 
 def spelled(value: Any) -> str:

@@ -132,13 +132,12 @@ def _measured(
     encode, decode = (0.0, 0.0) if plain else (found["encode_seconds"], found["decode_seconds"])
     return Load(
         exchanged=found["exchanged"],
-        operations=sum(found["operations"].values()),
+        operations=found["operations"],
         rounds=rounds + dense_rounds,
         hides=hides,
         last=sizes[0] / sum(sizes),
         encode=encode,
         decode=decode,
-        gathers=found["operations"].get(GATHERED, 0),
     ).times(model.factor, model.tensors)
 
 
@@ -157,11 +156,10 @@ def _splitting(gathering: Load, compressor: Any, ranks: int) -> Load:
             "alltoall uint8": payload,
             GATHERED: accept / ranks * payload,
         },
-        operations=gathering.operations - gathering.gathers + 2,
+        operations={**gathering.operations, "alltoall uint8": 1, GATHERED: 1},
         rounds=gathering.rounds + 1,
         hides=False,
         decode=gathering.decode * (1 + accept) / ranks,
-        gathers=1,
     )
 
 
@@ -174,7 +172,6 @@ def _dense_where_less(load: Load, model: Model, ranks: int) -> Load:
     return dataclasses.replace(
         load,
         exchanged={"allreduce float32": 4.0 * model.parameters},
-        operations=model.tensors * len(model.shapes),
+        operations={"allreduce float32": model.tensors * len(model.shapes)},
         decode=0.0,
-        gathers=0.0,
     )

@@ -48,9 +48,5 @@ def place(device: str) -> Place:
         # Each rank of a machine has its own, as in training.
         local = os.environ.get("LOCAL_RANK") or os.environ.get("HOROVOD_LOCAL_RANK") or "0"
         torch.cuda.set_device(int(local) % torch.cuda.device_count())
-
-    def settle() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
+    settle = torch.cuda.synchronize if device == "cuda" else HERE.settle
     return Place(lambda array: DeviceArray(torch.from_numpy(array).to(device)), settle)

@@ -2,16 +2,15 @@
 
 import argparse
 import functools
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Sequence, Union
 
 from ..compressors.advice import ADVICE
 from . import arguments, loads, prediction
 from .cost import MOST_RANKS, Network
 from .place import add_device
-from .printing import console, digits, table, with_progress, write_json
+from .printing import Columns, console, digits, table, with_progress, write_json
 
-_COLUMNS = {
-    # {title: function that formats a prediction}.
+_COLUMNS: Columns = {
     "ranks": lambda found: str(found["ranks"]),
     "spec": lambda found: found["spec"],
     "MB\nsent": lambda found: f"{found['bytes_sent'] / 1e6:.2f}",
@@ -166,47 +165,43 @@ def _run(options: argparse.Namespace) -> None:
         links = found.faster(factor) if found else Network.of_link(factor * rate, latency)
         return links.among(ranks, rings=options.library == "gloo")
 
+    known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
     runs = [
-        prediction.predict(
-            model,
-            {spec: its[i] for spec, its in found_loads.items()},
-            functools.partial(network, ranks),
-            1e-3 * options.backward,
-        )
+        {
+            **prediction.predict(
+                model,
+                {spec: its[i] for spec, its in found_loads.items()},
+                functools.partial(network, ranks),
+                1e-3 * options.backward,
+            ),
+            **known,
+        }
         for i, ranks in enumerate(counts)
     ]
     several = prediction.by_ranks(runs)
     if options.plot:
-        prediction.plot(several, _title(runs[0], None if found else rate), options.plot)
-    known = {"library": options.library, **({} if found else {"link_bits_per_second": rate})}
-    if not write_json({**(several if len(runs) > 1 else runs[0]), **known}, options.json):
-        show_predictions(runs, None if found else rate)
+        prediction.plot(several, _title(runs[0]), options.plot)
+    if not write_json({**several, **known} if len(runs) > 1 else runs[0], options.json):
+        show_predictions(runs)
 
 
-def show_predictions(runs: Sequence[Dict[str, Any]], rate: Optional[float]) -> None:
+def show_predictions(runs: Sequence[Dict[str, Any]]) -> None:
     """Prints one table for all numbers of ranks, and what follows from it.
 
     Args:
-        runs: what `prediction.predict` returns, by ascending number of ranks.
-        rate: of links, bits a second; None where the network was measured.
+        runs: what `prediction.predict` returns, by ascending number of ranks, with
+            "link_bits_per_second" where the network was not measured.
     """
-    rows: List[List[str]] = []
-    for run in runs:
-        # An empty line between numbers of ranks.
-        rows += [[""] * len(_COLUMNS)] if rows else []
-        rows += [
-            [shown({"ranks": run["ranks"], **found}) for shown in _COLUMNS.values()]
-            for found in run["predictions"]
-        ]
-    rendered = table(_COLUMNS, rows, right=[title for title in _COLUMNS if title != "spec"])
-    said = _what_pays(runs[0], rate) if len(runs) == 1 else _from_where_dense_pays(runs)
+    groups = [[{"ranks": run["ranks"], **found} for found in run["predictions"]] for run in runs]
+    said = _what_pays(runs[0]) if len(runs) == 1 else _from_where_dense_pays(runs)
     said += _recommended([found["spec"] for found in runs[0]["predictions"]])
-    console().print(_title(runs[0], rate), rendered, *_NOTES, "", *said, sep="\n")
+    shown = table(_COLUMNS, *groups, left=("spec",))
+    console().print(_title(runs[0]), shown, *_NOTES, "", *said, sep="\n")
 
 
-def _title(run: Dict[str, Any], rate: Optional[float]) -> str:
+def _title(run: Dict[str, Any]) -> str:
     """Of the table and of the plot: model, network and backward pass."""
-    backward = 1e3 * run["backward_seconds"]
+    backward, rate = 1e3 * run["backward_seconds"], run.get("link_bits_per_second")
     return "; ".join(
         [
             f"{run['model']} of {digits(run['parameters'] / 1e6)} million parameters",
@@ -219,22 +214,13 @@ def _title(run: Dict[str, Any], rate: Optional[float]) -> str:
 def _recommended(specs: Sequence[str]) -> List[str]:
     """Lines that say when which of these is recommended, and what is for Adam, which is not
     predicted."""
-    lines = []
-    for each in ADVICE:
-        if each.every is not None:
-            steps = "step" if each.every == 1 else f"{each.every} steps"
-            use = f"{each.spec} on updates of every {steps}"
-        elif each.spec in specs:
-            use = each.spec
-        else:
-            continue
-        besides = f", {each.besides}".replace("`", "") if each.besides else ""
-        lines.append(f"  {each.situation}: {use}{besides}")
+    uses = [each for each in ADVICE if each.every is not None or each.spec in specs]
+    lines = [f"  {each.situation}: {each.use}".replace("`", "") for each in uses]
     return ["", "Accuracy is another matter. Recommended (docs/choose.md):", *lines]
 
 
-def _what_pays(run: Dict[str, Any], rate: Optional[float]) -> List[str]:
-    best, factor = run["best"], run["break_even"]
+def _what_pays(run: Dict[str, Any]) -> List[str]:
+    best, factor, rate = run["best"], run["break_even"], run.get("link_bits_per_second")
     pays = best == run["predictions"][0]["spec"]
     said = f"{best} waits least" if pays else "no compression pays here"
     if factor:

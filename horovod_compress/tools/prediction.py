@@ -8,7 +8,7 @@ from ..compressors import for_gradients
 from ..compressors.advice import ADVICE
 from .cost import Load, Network, added_seconds, break_even
 from .loads import Model
-from .printing import save_figure
+from .printing import figure
 
 BASELINES = ("none", "fp16")
 # What is recommended for gradients, but for what needs machines of several ranks, or many.
@@ -95,13 +95,9 @@ def by_ranks(runs: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
             its = by_spec.setdefault(found["spec"], {})
             for key in found.keys() - {"spec"}:
                 its.setdefault(key, []).append(found[key])
-    dense = by_spec["none"]["step_seconds"]
     for its in by_spec.values():
         # The most ranks with which it is faster.
-        most = max(
-            (n for n, seconds, none in zip(counts, its["step_seconds"], dense) if seconds < none),
-            default=0,
-        )
+        most = max((n for n, of_none in zip(counts, its["of_none"]) if of_none < 1), default=0)
         its["dense_from"] = next((n for n in counts if n > most), None)
     return {
         **{key: runs[0][key] for key in ("model", "parameters", "backward_seconds")},
@@ -112,24 +108,18 @@ def by_ranks(runs: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
 
 def plot(found: Dict[str, Any], title: str, path: str) -> None:
     """Draws a step's time and a rank's bytes over the number of ranks, in the table's units."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
     shown = {
         "step_seconds": ("step, ms", 1e-3),
         "link_bytes": ("MB on link: what crosses a rank's link in a step, each way", 1e6),
     }
-    for axes, (key, (label, unit)) in zip(figure.subplots(1, 2), shown.items()):
-        for spec, its in found["by_spec"].items():
-            axes.plot(
-                found["ranks"],
-                [value / unit for value in its[key]],
-                marker=".",
-                label=spec,
-                linestyle="--" if spec in ("none", "fp16") else "-",
-            )
-        axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
-        axes.set_xticks(found["ranks"], [str(ranks) for ranks in found["ranks"]])
-        axes.set_xticks([], minor=True)
-    figure.suptitle(title, x=0.01, ha="left")
-    save_figure(figure, path)
+    with figure(path, figsize=(13, 5.5)) as made:
+        for axes, (key, (label, unit)) in zip(made.subplots(1, 2), shown.items()):
+            for spec, its in found["by_spec"].items():
+                values = [value / unit for value in its[key]]
+                line = "--" if spec in BASELINES else "-"
+                axes.plot(found["ranks"], values, marker=".", label=spec, linestyle=line)
+            axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
+            axes.set_xticks(found["ranks"], [str(ranks) for ranks in found["ranks"]])
+            axes.set_xticks([], minor=True)
+            axes.legend()
+        made.suptitle(title, x=0.01, ha="left")

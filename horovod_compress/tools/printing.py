@@ -1,9 +1,25 @@
 """Output of commands: text, tables, JSON, a progress bar."""
 
+import contextlib
 import json
 import pathlib
 import sys
-from typing import Any, Collection, Iterable, Optional, Sequence
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, Optional
+
+# {title: function that shows a result}.
+Columns = Dict[str, Callable[[Any], str]]
+_STYLE = {
+    "axes.grid": True,
+    "axes.grid.which": "both",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.alpha": 0.3,
+    "legend.fontsize": "small",
+    "legend.frameon": False,
+    "savefig.dpi": 130,
+    # Numbers as tables have them, not powers of ten.
+    "axes.formatter.min_exponent": 9,
+}
 
 
 def printable(text: str) -> str:
@@ -26,16 +42,24 @@ def console(stderr: bool = False) -> Any:
     return Console(markup=False, highlight=False, stderr=stderr, width=width)
 
 
-def table(titles: Iterable[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> Any:
-    """A table of text; columns named in `right` are aligned right."""
+def table(columns: Columns, *groups: Iterable[Any], left: Collection[str]) -> Any:
+    """A table of results.
+
+    Args:
+        columns: how a result is shown in each.
+        groups: results, with an empty line between those of two groups.
+        left: titles of columns that are aligned left; others are aligned right.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in titles:
-        made.add_column(title, justify="right" if title in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*map(printable, row))
+    for title in columns:
+        made.add_column(title, justify="left" if title in left else "right", overflow="fold")
+    for group in groups:
+        made.add_section()
+        for result in group:
+            made.add_row(*(printable(shown(result)) for shown in columns.values()))
     return made
 
 
@@ -71,23 +95,14 @@ def write_json(found: Any, path: Optional[str]) -> bool:
     return path == "-"
 
 
-def save_figure(figure: Any, path: str) -> None:
-    """Draws grids, legends and numbers, as in all figures, and writes the picture."""
-    from matplotlib.ticker import LogFormatterSciNotation
+@contextlib.contextmanager
+def figure(path: str, **options: Any) -> Iterator[Any]:
+    """An empty figure of matplotlib's, with these options, which is written to a file where the
+    body of the `with` statement ends."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    class Plain(LogFormatterSciNotation):
-        """Labels the ticks that a power of ten would label, with numbers as tables have them."""
-
-        def __call__(self, x: float, pos: Optional[int] = None) -> str:
-            return f"{x:g}" if super().__call__(x, pos) else ""
-
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            if isinstance(axis.get_major_formatter(), LogFormatterSciNotation):
-                axis.set_major_formatter(Plain())
-                axis.set_minor_formatter(Plain(minor_thresholds=(2, 0.5)))
-        axes.grid(alpha=0.3, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=130)
+    with matplotlib.rc_context(_STYLE):
+        made = Figure(layout="constrained", **options)
+        yield made
+        made.savefig(path)

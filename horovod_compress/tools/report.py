@@ -4,23 +4,15 @@ import argparse
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ..engine import recording
+from ..engine.tensor import SENT, SPENT
 from . import arguments
-from .printing import console, digits, printable, save_figure, table, write_json
+from .printing import Columns, console, digits, figure, printable, table, write_json
 
 Record = Mapping[str, Any]
 WHOLE = "all tensors"
-_SUMMED = (
-    "bytes_sent",
-    "dense_bytes",
-    "elements_sent",
-    "encode_seconds",
-    "exchange_seconds",
-    "decode_seconds",
-)
 _LISTED = 12  # tensors in a plot
 
-_COLUMNS = {
-    # {title: function that formats a line of a report}.
+_COLUMNS: Columns = {
     "tensor": lambda line: line["name"],
     "sent by": lambda line: line["compressor"] or "",
     "elements": lambda line: "" if line["numel"] is None else f"{line['numel']}",
@@ -60,8 +52,7 @@ def _run(options: argparse.Namespace) -> None:
             f"{options.file}: {last['spec']['id']}, rank {last['rank']} of {last['size']}, steps "
             f"{first['step']} to {last['step']}, {len(records)} records"
         )
-        rows = [[shown(line) for shown in _COLUMNS.values()] for line in lines]
-        console().print(said, table(_COLUMNS, rows, right=list(_COLUMNS)[2:]), sep="\n")
+        console().print(said, table(_COLUMNS, lines, left=("tensor", "sent by")), sep="\n")
     if options.plot:
         plot(records, options.plot)
 
@@ -75,9 +66,8 @@ def by_tensor(records: Sequence[Record]) -> List[Record]:
     Returns:
         A dict for each tensor, those that send most first, and then one for all tensors, with
         None as "numel" and "compressor". It has "name", "numel", "compressor"; averages of a step,
-        "bytes_sent", "dense_bytes", "elements_sent", "encode_seconds", "exchange_seconds",
-        "decode_seconds"; "ratio"; and the last "gradient_norm" and "residual_norm". If records are
-        not by tensor, there is only the one for all.
+        of all that a record counts; "ratio"; and the last "gradient_norm" and "residual_norm". If
+        records are not by tensor, there is only the one for all.
     """
     names = dict.fromkeys(name for record in records for name in record.get("tensors", {}))
     found = [
@@ -91,7 +81,9 @@ def by_tensor(records: Sequence[Record]) -> List[Record]:
 
 def _line(name: str, said: Sequence[Tuple[Record, int]]) -> Record:
     steps = sum(count for _, count in said)
-    line: Record = {key: sum(record[key] for record, _ in said) / max(steps, 1) for key in _SUMMED}
+    line: Record = {
+        key: sum(record[key] for record, _ in said) / max(steps, 1) for key in (*SENT, *SPENT)
+    }
     last = said[-1][0]
     return {
         "name": name,
@@ -110,26 +102,25 @@ def _last(said: Sequence[Tuple[Record, int]], key: str) -> Optional[float]:
 
 def plot(records: Sequence[Record], path: str) -> None:
     """Plots bytes, norms and seconds over steps, and bytes by tensor if records have them."""
-    from matplotlib.figure import Figure
-
     tensors = by_tensor(records)[:-1][:_LISTED]
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    panels = figure.subplots(2, 2).flat
     steps = [record["step"] for record in records]
     seconds = {"encode": "encode_seconds", "wait": "exchange_seconds", "decode": "decode_seconds"}
     norms = {"gradient": "gradient_norm", "residual": "residual_norm"}
-    for axes, keys, unit, title, scale in (
-        (panels[0], {"sent": "bytes_sent", "dense": "dense_bytes"}, 1e3, "kB a step", "log"),
-        (panels[1], norms, None, "norms", "log"),
-        (panels[2], seconds, 1e-3, "ms a step", "linear"),
-    ):
-        for label, key in keys.items():
-            # Norms are those of the last step; the rest is of all steps since the record before.
-            values = [r[key] / max(r["steps"], 1) / unit if unit else r[key] for r in records]
-            axes.plot(steps, values, label=label)
-        axes.set(title=title, xlabel="step", yscale=scale)
-    # A dollar sign begins a formula.
-    names = [printable(line["name"]).replace("$", r"\$") for line in reversed(tensors)]
-    panels[3].barh(names, [line["bytes_sent"] / 1e3 for line in reversed(tensors)])
-    panels[3].set(title="kB a step by tensor", visible=bool(tensors))
-    save_figure(figure, path)
+    with figure(path, figsize=(11, 8)) as made:
+        panels = made.subplots(2, 2).flat
+        for axes, keys, unit, title, scale in (
+            (panels[0], {"sent": "bytes_sent", "dense": "dense_bytes"}, 1e3, "kB a step", "log"),
+            (panels[1], norms, None, "norms", "log"),
+            (panels[2], seconds, 1e-3, "ms a step", "linear"),
+        ):
+            for label, key in keys.items():
+                # Norms are those of the last step; the rest is of all steps since the record
+                # before.
+                values = [r[key] / max(r["steps"], 1) / unit if unit else r[key] for r in records]
+                axes.plot(steps, values, label=label)
+            axes.set(title=title, xlabel="step", yscale=scale)
+            axes.legend()
+        # A dollar sign begins a formula.
+        names = [printable(line["name"]).replace("$", r"\$") for line in reversed(tensors)]
+        panels[3].barh(names, [line["bytes_sent"] / 1e3 for line in reversed(tensors)])
+        panels[3].set(title="kB a step by tensor", visible=bool(tensors))

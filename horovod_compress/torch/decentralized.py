@@ -7,9 +7,7 @@ import numpy as np
 import torch
 
 from ..decentralized.gossip import DEFAULT, Gossip, compressor_of_messages
-from ..decentralized.rules import Copies
-from ..decentralized.saved import check, identity_of
-from ..decentralized.simulation import zeta_of
+from ..decentralized.rules import Copies, zeta_of
 from ..decentralized.topology import Topology
 from ..protocol.handshake import agree, gather
 from ..session.choice import description_of
@@ -215,7 +213,7 @@ class DecentralizedOptimizer(OptimizerAround):
         if (self._failed or gossip.failure) and not portable:
             raise RuntimeError(_FAILED)
         kept: Dict[str, Any] = {
-            **identity_of(gossip, portable),
+            **gossip.identity(portable),
             "exchanges": gossip.steps,
             "local_steps": self.local_steps,
             "sums": [] if portable else self._checksums(),
@@ -241,7 +239,7 @@ class DecentralizedOptimizer(OptimizerAround):
         check_one_state(state_dict, "DecentralizedOptimizer")
         kept = state_dict.get("decentralized")
         if kept is not None:
-            check(kept, self._gossip, self._slots)
+            self._gossip.check(kept)
         self._optimizer.load_state_dict(
             {key: value for key, value in state_dict.items() if key != "decentralized"}
         )
@@ -258,7 +256,7 @@ class DecentralizedOptimizer(OptimizerAround):
         self.local_steps, self._sums = kept["local_steps"], list(kept["sums"])
         for name, arrays in kept["tensors"].items():
             copied = {key: np.array(tensor, np.float64) for key, tensor in arrays.items()}
-            gossip.copies[name] = Copies.from_arrays(gossip.algorithm, copied)
+            gossip.copies[name] = Copies(gossip.algorithm, copied)
 
     def _checksums(self) -> List[int]:
         return [checksum(slot.param.detach()) for slot in self._slots]

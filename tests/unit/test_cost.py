@@ -24,7 +24,7 @@ sizes = st.floats(0, 1e10)
 loads = st.builds(
     Load,
     exchanged=st.dictionaries(st.sampled_from(COLLECTIVES), sizes, min_size=1),
-    operations=st.floats(1, 1e4),
+    operations=st.dictionaries(st.sampled_from(COLLECTIVES), st.floats(1, 1e4), min_size=1),
     rounds=st.integers(0, 3),
     hides=st.booleans(),
     last=st.floats(0, 1),
@@ -39,7 +39,8 @@ EXACT = 1 + 1e-9  # sums are rounded
 
 NETWORK = Network(4, 1e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
 PAIR = Network(2, 1.2e-3, 1e-4, dict.fromkeys(COLLECTIVES, 1e-8))
-GATHERED = Load({"allgather uint8": 1e6, "allreduce float32": 4.0}, 2, 0, True, 0.25, 0.01, 0.02)
+BOTH = {"allgather uint8": 1.0, "allreduce float32": 1.0}
+GATHERED = Load({"allgather uint8": 1e6, "allreduce float32": 4.0}, BOTH, 0, True, 0.25, 0.01, 0.02)
 
 
 def link(ranks, rate, latency):
@@ -64,7 +65,9 @@ def test_by_hand():
 def test_what_horovod_cannot_fuse_takes_more_messages():
     free = Network(2, 1.0, 0.0, dict.fromkeys(COLLECTIVES, 0.0))
     found = [
-        added_seconds(Load({"allreduce float32": nbytes}, 1, 0, True, 0, 0, 0), free)
+        added_seconds(
+            Load({"allreduce float32": nbytes}, {"allreduce float32": 1}, 0, True, 0, 0, 0), free
+        )
         for nbytes in (1, FUSION, FUSION + 1, 3 * FUSION)
     ]
     assert found == [1, 1, 2, 3]

@@ -210,7 +210,7 @@ def test_all_but_ports_for_horovod_imports_without_it():
     """And so does, where PyTorch is, the benchmark of kernels on a GPU."""
     files = [path.relative_to(PACKAGE.parent) for path in FILES]
     # Of what needs Horovod, and of what needs Triton.
-    left_out = {"torch", "tensorflow", "horovod_ranks.py", "elastic.py", "device"}
+    left_out = {"torch", "tensorflow", "elastic.py", "device"}
     if not importlib.util.find_spec("torch"):
         left_out |= {
             "torch_common",
@@ -219,7 +219,7 @@ def test_all_but_ports_for_horovod_imports_without_it():
             "fsdp",
             "landing.py",
             "cluster.py",
-            "distributed_ranks.py",
+            "job.py",
         }
     files = [file for file in files if not file.stem.startswith("__")]
     modules = [
