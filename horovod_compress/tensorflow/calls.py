@@ -10,10 +10,9 @@ from ..session.joined import REDUCES_ONLY, error_of_joined
 from ..session.notices import warn_once
 from ..session.session import Session
 from .applied_gradients import Applied, Repetitions, Served
-from .graph_operations import Chain, Variable, first_values, squared_norm_of
-from .messages import Message
-from .served_optimizers import Serving
-from .traces import Traces
+from .graph_operations import Chain, Traces, Variable, first_values, squared_norm_of
+from .optimizer import Serving
+from .pending import Message
 
 # Numbers as large as this become infinite in float16.
 _INFINITE_HALF = 65520

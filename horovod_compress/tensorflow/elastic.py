@@ -21,8 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..session.elastic import Entry, Kept, evening_out
 from .compression import BoundCompression
-from .graph import Graph
-from .graph_compression import GraphCompression
+from .graph import Graph, GraphCompression
 from .horovod_internals import is_keras3
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression

@@ -22,8 +22,7 @@ from ..protocol.handshake import check_step_numbers, first_difference, step_numb
 from ..protocol.requests import Allgather, Allreduce
 from ..protocol.wire import Steady
 from ..session.joined import error_of_joined
-from .messages import Message, empty, message_of
-from .pending import Pending
+from .pending import Message, Pending, empty, message_of
 
 _KEPT = 100  # calls of functions
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from ..protocol.requests import Collective
+from ..session.bound import Bound
 from ..session.choice import Choice
 from ..session.port import Port
 from ..session.session import Session
@@ -20,6 +21,7 @@ from .checks import ONE_PASS, tell_of_missing_gradients
 from .exchange import GraphExchange
 from .graph_operations import (
     Chain,
+    Traces,
     Variable,
     copied,
     failed_with,
@@ -37,11 +39,9 @@ from .horovod_internals import (
     reduction_of,
     when_differentiated,
 )
-from .messages import dtypes_of
-from .optimizer import learning_rate_of, steps_of, tell_of_takeover
+from .optimizer import Serving, learning_rate_of, steps_of, tell_of_takeover
+from .pending import dtypes_of
 from .ranks import TensorFlowRanks
-from .served_optimizers import Serving
-from .traces import Traces
 from .variables import Variables
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
@@ -445,3 +445,22 @@ class Graph(Port):
             result.set_shape(known[i].shape)
             changed[i] = result, grads_and_vars[i][1]
         return changed
+
+
+class GraphCompression(Bound):
+    """A compression whose payloads are moved by operations of graphs."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.session)
+        self._graph = graph
+        # Horovod's Compressor interface.
+        self.compress, self.decompress = graph.compress, graph.decompress
+
+    def __repr__(self) -> str:
+        return f"<{self._session.compressor!r} of {len(self._graph.variables)} variables>"
+
+    @property
+    def is_first(self) -> bool:
+        """True if this is the first rank of those that compress."""
+        process_set = self._graph.ranks.process_set
+        return bool(process_set.included()) and process_set.rank() == 0

@@ -12,14 +12,11 @@ from ..session.choice import Choice
 from ..session.notices import warn_once
 from ..session.updates import Nesterov, average, compressor_for_updates, make_alike
 from .checks import check_options
-from .graph import Graph
-from .graph_compression import GraphCompression
+from .graph import Graph, GraphCompression
 from .graph_operations import checksum
-from .horovod_internals import is_keras3, reducing, scaler_around
-from .keras3_updates import Kept
-from .optimizer import unwrapped
+from .horovod_internals import is_keras3, reducing, scaler_around, values_of
+from .optimizer import Serving, unwrapped
 from .ranks import TensorFlowRanks
-from .served_optimizers import Serving
 
 
 class UpdateCompression(GraphCompression):
@@ -75,6 +72,31 @@ class UpdateCompression(GraphCompression):
                 variable.assign(tf.cast(sent, variable.dtype))
 
         take()
+
+
+class Kept:
+    """Variables that an optimizer of Keras 3 keeps, by the methods of Keras 2."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def iterations(self) -> tf.Variable:
+        return self._optimizer._iterations.value
+
+    def variables(self) -> List[tf.Variable]:
+        return values_of(self._optimizer.variables)
+
+    def add_variable(self, shape: Any, dtype: Any, initializer: str, name: str) -> tf.Variable:
+        dtype, name = tf.as_dtype(dtype).name, name.replace("/", "_")
+        return self._optimizer.add_variable(shape, initializer, dtype, name=name).value
+
+    def add_variable_from_reference(
+        self, variable: tf.Variable, name: str, initial_value: Any
+    ) -> tf.Variable:
+        kept = self._optimizer.add_variable_from_reference(variable, name=name).value
+        kept.assign(initial_value)
+        return kept
 
 
 class Rounds:

@@ -89,7 +89,7 @@ NAMED_IN = {
     "recording": {
         "session/bound.py",
         "session/session.py",
-        "tensorflow/recording.py",
+        "tensorflow/callbacks.py",
         "tools/report.py",
     },
 }
