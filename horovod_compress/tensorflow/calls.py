@@ -93,7 +93,7 @@ class Calls:
     def check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
         """The number of a call, of which this many ranks take part. RuntimeError where some have
         joined."""
-        self._session.exchange.count(ranks.nbytes, ranks.nbytes)
+        self._session.exchange.count(ranks.nbytes)
         _, size = self._session.ranks.rank_and_size()
         gone = size - int(ranks[0])
         if gone:

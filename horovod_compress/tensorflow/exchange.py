@@ -19,10 +19,10 @@ from ..engine.group import Group, form
 from ..engine.loss_scale import to_true_units
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
-from ..protocol.requests import Allgather, Allreduce
+from ..protocol.requests import Allreduce
 from ..protocol.wire import Steady
 from ..session.joined import error_of_joined
-from .pending import Message, Pending, empty, message_of
+from .pending import Message, Pending
 
 _KEPT = 100  # calls of functions
 
@@ -59,8 +59,8 @@ class GraphExchange(Driver):
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self.shapes: Dict[str, tuple] = {}
         self.sends_number: Optional[str] = None
-        # Bytes through collectives.
-        self._sent = self._received = 0
+        # Bytes that no tensor counts, as many in as out.
+        self._uncounted = 0
         # By name, what a state that was loaded has of tensors that are not known yet.
         self.loaded: Dict[str, Saved] = {}
 
@@ -143,15 +143,16 @@ class GraphExchange(Driver):
             self._begun[call] = Transaction(), step, factor, squared_norm
             return call
 
-    def count(self, sent: int, received: int) -> None:
-        """Counts bytes through collectives."""
+    def count(self, nbytes: int) -> None:
+        """Counts bytes that are no tensor's, as many in as out."""
         with self._lock:
-            self._sent += sent
-            self._received += received
+            self._uncounted += nbytes
 
     def totals(self) -> Dict[str, float]:
-        moved = {"bytes_sent": self._sent, "bytes_received": self._received}
-        return {**super().totals(), **moved}
+        totals = super().totals()
+        totals["bytes_sent"] += self._uncounted
+        totals["bytes_received"] += self._uncounted
+        return totals
 
     def submit(
         self, names: Names, call: int, grads: List[np.ndarray], squares: Sequence[Any] = ()
@@ -196,23 +197,19 @@ class GraphExchange(Driver):
         for tensor in group.tensors:
             self._indices[tensor.name], self._pending[tensor.name] = index + 1, pending
         transaction.tensors += group.tensors
-        array = pending.begin(steps, self.features.concerned, squared_norm)
+        handed_out = pending.begin(steps, self.features.concerned, squared_norm)
         group.tensors[0].counters["encode_seconds"] += time.perf_counter() - started
-        handed_out = [array, *self._message(pending)]
         if self.sends_number in names:
             compares = isinstance(pending.request, Allreduce)
             pending.compares = index if compares else None
             number = Allreduce(step_numbers(index) if compares else np.empty(0, np.int64))
             group.tensors[0].count(number)
-            self.count(number.array.nbytes, number.array.nbytes)
             handed_out.append(number.array)
         return handed_out
 
     def advance(self, names: Names, call: int, brought: Message) -> List[np.ndarray]:
         """Brings what became of a message; returns the next one."""
-        pending = self._arrive(names, call, brought)
-        pending.advance(brought)
-        return self._message(pending)
+        return self._arrive(names, call, brought).advance(brought)
 
     def finish(
         self, names: Names, call: int, reduced: np.ndarray, brought: Message = ()
@@ -220,9 +217,8 @@ class GraphExchange(Driver):
         """Brings what the reducer made of its array, and what became of the last message; returns
         flat float32 results, in the memory of the gradients."""
         pending = self._arrive(names, call, brought)
-        self.count(reduced.nbytes, reduced.nbytes)
         started = time.perf_counter()
-        results = pending.finish(reduced, brought, self.now.size)
+        results = pending.finish(reduced, brought)
         seconds = time.perf_counter() - started
         self.tensors[names[0]].counters["decode_seconds"] += seconds
         return results
@@ -252,29 +248,7 @@ class GraphExchange(Driver):
             check_step_numbers(
                 brought[-1], index, size, lambda count, why: error_of_joined(count, size, [], why)
             )
-        if brought:
-            gathered = isinstance(pending.request, Allgather)
-            self.count(0, brought[0].nbytes - (pending.sent if gathered else 0))
         return pending
-
-    def _message(self, pending: Pending) -> List[np.ndarray]:
-        """The message that the group's next operation is to move. RuntimeError where that is not
-        what the compressor has declared."""
-        first, stage = pending.group.tensors[0], pending.stage
-        expected = first.declared[stage : stage + 1]
-        pending.stage += 1
-        # What arrived is of its last one.
-        request = None if pending.arrived else pending.request
-        if request is None:
-            return empty(expected, self.now.size)
-        if request.collective not in expected:
-            raise RuntimeError(
-                f"{first.compressor.id}: message {stage} of a step is "
-                f"{request.collective}, but `collectives` declares {first.declared}"
-            )
-        pending.sent = request.array.nbytes
-        self.count(pending.sent, 0)
-        return message_of(request)
 
     def _end(self, name: str) -> None:
         """Ends the last step of a tensor, and those of its group then, where that has not happened

@@ -462,5 +462,5 @@ class GraphCompression(Bound):
     @property
     def is_first(self) -> bool:
         """True if this is the first rank of those that compress."""
-        process_set = self._graph.ranks.process_set
-        return bool(process_set.included()) and process_set.rank() == 0
+        ranks = self._graph.ranks
+        return ranks.included and ranks.process_set.rank() == 0

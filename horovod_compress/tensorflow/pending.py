@@ -1,5 +1,5 @@
-"""Steps of groups that are under way in a graph, and the messages that operations move for them: one
-array; of an alltoall the bytes and, int32, how many go to each rank."""
+"""Steps of groups that are under way in a graph, and the messages that operations move for them:
+one array; of an alltoall the bytes and, int32, how many go to each rank."""
 
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -29,21 +29,7 @@ def dtypes_of(collectives: Sequence[Collective]) -> List[str]:
     ]
 
 
-def message_of(request: Any) -> List[np.ndarray]:
-    """The message of a request."""
-    if isinstance(request, Alltoall):
-        return [request.array, np.array(request.splits, np.int32)]
-    return [request.array]
-
-
-def empty(collectives: Sequence[Collective], size: int) -> List[np.ndarray]:
-    """A message of one of these collectives, if any, that brings nothing. size: how many ranks
-    there are."""
-    # Of an alltoall, nothing to each of the ranks.
-    return [np.zeros(size if i else 0, dtype) for i, dtype in enumerate(dtypes_of(collectives))]
-
-
-def answer_of(request: Any, arrived: Message) -> Any:
+def _answer_of(request: Any, arrived: Message) -> Any:
     """A request's result, from what its operation brought."""
     if isinstance(request, Alltoall):
         payload, splits = arrived[:2]
@@ -65,31 +51,32 @@ class Pending:
         self.group, self.grads, self.call = group, grads, call
         # factor: what the reducer makes of a 1 on each rank.
         self.transaction, self._factor = transaction, factor
+        # How many ranks there are.
+        self._size = 0
         # Of tensors whose payloads the reducer takes: their steps, and the payloads' lengths.
         self._carried: List[Tuple[GroupStep, int]] = []
         # Of the others, what it waits for until it is finished, and whether that is the last.
         self._step: Any = None
         self.request: Any = None
-        self.last = True
+        self._last = True
         # Of its last message, in a step with fewer than the graph has operations for.
-        self.arrived: Optional[Message] = None
-        self.finished = False
+        self._arrived: Optional[Message] = None
         # How many of its messages have been handed out, empty ones included.
-        self.stage = 0
+        self._stage = 0
         # The step's number, where it has sent that and waits for the sum.
         self.compares: Optional[int] = None
-        # Bytes of this rank's last message.
-        self.sent = 0
+        self.finished = False
 
     def begin(
         self,
         steps: Sequence[Step],
         features: Callable[[Sequence[Tensor], Sequence[Step]], List[Extension]],
         squared_norm: Optional[float],
-    ) -> np.ndarray:
+    ) -> List[np.ndarray]:
         """Begins the step; returns the array for the reducer, of no elements where it has nothing
-        to reduce. features: those that tensors and their steps have to do with; squared_norm: as
-        of StepNorm."""
+        to reduce, and behind it the first message. features: those that tensors and their steps
+        have to do with; squared_norm: as of StepNorm."""
+        self._size = steps[0].size
         parts: Dict[bool, List[Tuple[Tensor, np.ndarray, Step]]] = {}
         for its in zip(self.group.tensors, self.grads, steps):
             parts.setdefault(its[-1].dense, []).append(its)
@@ -106,19 +93,21 @@ class Pending:
             else:
                 self._step = step
                 self._wait_for(request)
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [_NOTHING])
+        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [_NOTHING])
+        return [array, *self._message()]
 
-    def advance(self, brought: Message) -> None:
-        """Brings what became of a message."""
-        if self.last:
+    def advance(self, brought: Message) -> List[np.ndarray]:
+        """Brings what became of a message; returns the next one."""
+        if self._last:
             # Such a step has no more to send.
-            self.arrived = self.arrived or brought
+            self._arrived = self._arrived or brought
         else:
-            self._wait_for(self._step.send([answer_of(self.request, brought)]))
+            self._wait_for(self._step.send([_answer_of(self.request, brought)]))
+        return self._message()
 
     def _wait_for(self, request: Any) -> None:
-        self.last = isinstance(request, Final)
-        requests = [request.request] if self.last else request
+        self._last = isinstance(request, Final)
+        requests = [request.request] if self._last else request
         if len(requests) > 1:
             raise RuntimeError(
                 f"{self.group.compressor.id}: tensors that go together ask for different "
@@ -126,19 +115,39 @@ class Pending:
             )
         (self.request,) = requests
 
-    def finish(self, reduced: np.ndarray, brought: Message, size: int) -> List[np.ndarray]:
+    def _message(self) -> List[np.ndarray]:
+        """The message that the group's next operation is to move. RuntimeError where that is not
+        what the compressor has declared."""
+        first, stage, request = self.group.tensors[0], self._stage, self.request
+        expected = first.declared[stage : stage + 1]
+        self._stage += 1
+        # What arrived is of its last one.
+        if request is None or self._arrived:
+            # Of an alltoall, nothing to each of the ranks.
+            sizes = 0, self._size
+            return [np.zeros(size, dtype) for size, dtype in zip(sizes, dtypes_of(expected))]
+        if request.collective not in expected:
+            raise RuntimeError(
+                f"{first.compressor.id}: message {stage} of a step is "
+                f"{request.collective}, but `collectives` declares {first.declared}"
+            )
+        if isinstance(request, Alltoall):
+            return [request.array, np.array(request.splits, np.int32)]
+        return [request.array]
+
+    def finish(self, reduced: np.ndarray, brought: Message) -> List[np.ndarray]:
         """Brings what the reducer made of its array, and what became of the last message; returns
-        the results, in the gradients' memory. size: how many ranks there are."""
+        the results, in the gradients' memory."""
         # Until the next step begins they would stay in memory.
         results, self.grads = self.grads, []
         finite, end = [], 0
         for step, length in self._carried:
             begin, end = end, end + length
-            finite += step.send((size, reduced[begin:end])).finite
+            finite += step.send((self._size, reduced[begin:end])).finite
         if self.request is not None:
-            arrived = answer_of(self.request, self.arrived or brought)
+            arrived = _answer_of(self.request, self._arrived or brought)
             finite += self._step.send((self._factor, arrived)).finite
-        self.request, self.arrived, self.finished = None, None, True
+        self.request, self._arrived, self.finished = None, None, True
         self.transaction.note(finite)
         return results
 
