@@ -1,7 +1,7 @@
 """The calls of a compression's operations while a graph runs."""
 
 import itertools
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import numpy as np
 
@@ -10,9 +10,9 @@ from ..session.joined import REDUCES_ONLY, error_of_joined
 from ..session.notices import warn_once
 from ..session.session import Session
 from .applied_gradients import Applied, Repetitions, Served
-from .graph_operations import Chain, Traces, Variable, first_values, squared_norm_of
+from .graph_operations import Chain, Variable, first_values, squared_norm_of
+from .horovod_internals import Traces
 from .optimizer import Serving
-from .pending import Message
 
 # Numbers as large as this become infinite in float16.
 _INFINITE_HALF = 65520
@@ -102,18 +102,21 @@ class Calls:
 
     def submit(self, chain: Chain, call: int, *arrays: np.ndarray) -> List[np.ndarray]:
         """As of `GraphExchange`. arrays: gradients, and their squares where needed."""
-        grads, squares = self._of_types(chain, arrays)
-        return self._session.exchange.submit(chain.names, call, grads, squares)
-
-    def advance(self, chain: Chain, call: int, *brought: np.ndarray) -> Message:
-        return self._session.exchange.advance(chain.names, call, brought)
+        squares = [each.reshape(-1) for each in arrays[len(chain.names) :]]
+        grads, exchange = list(map(self._of_type, chain.variables, arrays)), self._session.exchange
+        return exchange.submit(chain.names, call, grads, squares, chain.sends_number)
 
     def finish(
         self, chain: Chain, call: int, reduced: np.ndarray, *brought: np.ndarray
     ) -> List[np.ndarray]:
         """As of `GraphExchange`. Returns results in the shapes of variables."""
-        results = self._session.exchange.finish(chain.names, call, reduced, brought)
-        return self._checked(chain, results)
+        exchange = self._session.exchange
+        results = exchange.finish(chain.names, call, reduced, brought)
+        for name, result, half in zip(chain.names, results, chain.halves):
+            # Those that are too large for float16 fail.
+            if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
+                exchange.fail(name)
+        return [its.reshape(each.shape) for each, its in zip(chain.variables, results)]
 
     def step_alone(self, chains: List[Chain], lr: float, *arrays: np.ndarray) -> List[np.ndarray]:
         """A whole step of all chains on a rank that is alone. arrays: as of `submit`, chain by
@@ -131,21 +134,12 @@ class Calls:
         call = exchange.begin(0, 1, lr=float(lr), squared_norm=norm)
         results: List[np.ndarray] = []
         for chain, its in zip(chains, parts):
-            names, moved = chain.names, chain.variables[0].moved
             # All that the rank sends comes back to it.
-            array, *message = exchange.submit(names, call, *self._of_types(chain, its))
-            for _ in moved[1:]:
-                message = exchange.advance(names, call, message)
-            taken = exchange.finish(names, call, array, message)
-            results += self._checked(chain, taken)
+            array, *message = self.submit(chain, call, *its)
+            for _ in chain.variables[0].moved[1:]:
+                message = exchange.advance(chain.names, call, *message)
+            results += self.finish(chain, call, array, *message)
         return results
-
-    def _of_types(
-        self, chain: Chain, arrays: Sequence[np.ndarray]
-    ) -> Tuple[List[np.ndarray], List[np.ndarray]]:
-        """Gradients in the types in which the exchange takes them, and the squares behind them."""
-        squares = [each.reshape(-1) for each in arrays[len(chain.names) :]]
-        return list(map(self._of_type, chain.variables, arrays)), squares
 
     def _of_type(self, variable: Variable, grad: np.ndarray) -> np.ndarray:
         """The gradient in the type in which the exchange takes it."""
@@ -157,10 +151,3 @@ class Calls:
         if lost.any():
             self._session.tell_of_float32(variable.name)
         return narrow
-
-    def _checked(self, chain: Chain, results: List[np.ndarray]) -> List[np.ndarray]:
-        """Results in the shapes of variables. Those that are too large for float16 fail."""
-        for name, result, half in zip(chain.names, results, chain.halves):
-            if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
-                self._session.exchange.fail(name)
-        return [its.reshape(each.shape) for each, its in zip(chain.variables, results)]

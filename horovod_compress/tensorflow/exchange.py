@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -40,8 +40,7 @@ class GraphExchange(Driver):
     finished before another is submitted. None of the methods waits. `submit` and `advance` return
     the message that an operation is to move next, as its tensors' `collectives` say (empty in a
     step that goes dense), and the next call for that group brings what came of it. The group of one
-    tensor, `sends_number`, also sends the step's number behind its first message, where there are
-    sums.
+    tensor also sends the step's number behind its first message, where there are sums.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class GraphExchange(Driver):
         self._pending: Dict[str, Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self.shapes: Dict[str, tuple] = {}
-        self.sends_number: Optional[str] = None
         # Bytes that no tensor counts, as many in as out.
         self._uncounted = 0
         # By name, what a state that was loaded has of tensors that are not known yet.
@@ -85,8 +83,6 @@ class GraphExchange(Driver):
                 del self._indices[name], self.shapes[name]
                 raise
             del self.loaded[name]
-        if self.sends_number is None and _adds_up(tensor):
-            self.sends_number = name
 
     def switch(self, *arguments: Any, **named: Any) -> None:
         # What was loaded for tensors that are not known yet goes on, too.
@@ -96,7 +92,6 @@ class GraphExchange(Driver):
         # Which hold on to tensors of before.
         self._begun.clear()
         self._groups.clear()
-        self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
     def groups(self, carriers: Dict[str, str]) -> List[Names]:
         """Groups of tensors that come in one call, {name: dtype of its carrier}."""
@@ -111,14 +106,11 @@ class GraphExchange(Driver):
         return [tuple(tensor.name for tensor in group.tensors) for group in formed]
 
     def _group(self, names: Names) -> Group:
-        group = self._groups.get(names)
-        if group is None:
-            tensors = [self.tensors[name] for name in names]
-            group = Group(tensors[0].declared[0].verb == "reducer", Steady())
-            for tensor in tensors:
-                group.add(tensor)
-            self._groups[names] = group
-        return group
+        if names not in self._groups:
+            # It has the last ones first, as `groups` has found it.
+            tensors = [self.tensors[name] for name in reversed(names)]
+            (self._groups[names],) = form(tensors, True, Steady, False)
+        return self._groups[names]
 
     def begin(
         self,
@@ -155,10 +147,15 @@ class GraphExchange(Driver):
         return totals
 
     def submit(
-        self, names: Names, call: int, grads: List[np.ndarray], squares: Sequence[Any] = ()
+        self,
+        names: Names,
+        call: int,
+        grads: List[np.ndarray],
+        squares: Sequence[Any] = (),
+        sends_number: bool = False,
     ) -> List[np.ndarray]:
         """Takes a group's flat float32 gradients into a step; returns the array for the reducer,
-        and behind it the first message.
+        behind it the first message, and where it sends that, the step's number.
 
         The gradients' memory belongs to the exchange until `finish`. squares: as in Step, of each
         tensor. Tensors that were never finished have their last step rolled back. RuntimeError
@@ -199,7 +196,7 @@ class GraphExchange(Driver):
         transaction.tensors += group.tensors
         handed_out = pending.begin(steps, self.features.concerned, squared_norm)
         group.tensors[0].counters["encode_seconds"] += time.perf_counter() - started
-        if self.sends_number in names:
+        if sends_number:
             compares = isinstance(pending.request, Allreduce)
             pending.compares = index if compares else None
             number = Allreduce(step_numbers(index) if compares else np.empty(0, np.int64))
@@ -207,7 +204,7 @@ class GraphExchange(Driver):
             handed_out.append(number.array)
         return handed_out
 
-    def advance(self, names: Names, call: int, brought: Message) -> List[np.ndarray]:
+    def advance(self, names: Names, call: int, *brought: np.ndarray) -> List[np.ndarray]:
         """Brings what became of a message; returns the next one."""
         return self._arrive(names, call, brought).advance(brought)
 
@@ -304,15 +301,11 @@ class GraphExchange(Driver):
     def _continue_from(self, saved: checkpoint.Saved) -> None:
         steps, shapes, arrays = saved.header["step"], saved.header["shapes"], saved.arrays
         dense_until = saved.header["dense_until"]
-        checkpoint.refuse(
-            first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step")
-        )
-        unknown = {name: "there" for name in arrays if name not in self.tensors}
-        checkpoint.refuse(
-            first_difference(
-                unknown, {name: "there" for name in unknown if name in shapes}, "shapes"
-            )
-        )
+        unknown = [name for name in arrays if name not in self.tensors]
+        shaped = [name for name in unknown if name in shapes]
+        expected = {"step": dict.fromkeys(arrays), "shapes": dict.fromkeys(unknown)}
+        found = {"step": dict.fromkeys(steps), "shapes": dict.fromkeys(shaped)}
+        checkpoint.refuse(first_difference(expected, found))
         self.arrays()
         known = {name: arrays[name] for name in arrays if name in self.tensors}
         checkpoint.restore(self.tensors, known)
@@ -333,6 +326,8 @@ def _go_dense(group: Group, step: Step) -> Collection[str]:
     return () if isinstance(group.compressor, Wrapper) else go_dense(group, step)
 
 
-def _adds_up(tensor: Tensor) -> bool:
-    """Returns whether a step of this tensor has sums, which do not carry its number."""
-    return any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared)
+def first_with_sums(tensors: Iterable[Tensor]) -> Optional[str]:
+    """The name of the first tensor whose steps have sums, which do not carry a step's number: its
+    group sends that besides. None where there is none."""
+    adding = (each.name for each in tensors if any(its.op == "sum" for its in each.declared))
+    return next(adding, None)

@@ -18,10 +18,9 @@ from ..session.session import Session
 from .applied_gradients import Served, may_see_gradients
 from .calls import Calls
 from .checks import ONE_PASS, tell_of_missing_gradients
-from .exchange import GraphExchange
+from .exchange import GraphExchange, first_with_sums
 from .graph_operations import (
     Chain,
-    Traces,
     Variable,
     copied,
     failed_with,
@@ -32,6 +31,7 @@ from .graph_operations import (
 )
 from .horovod_internals import (
     OfSavedModels,
+    Traces,
     divisor_of,
     lasting_variable,
     local_sources,
@@ -152,7 +152,7 @@ class Graph(Port):
             policy.clip_norm is not None,
             *(
                 (each.carried, each.moved, each.plain, each.kin, id(each.squares))
-                for each in self.variables
+                for each in self.variables.values()
             ),
         )
 
@@ -302,14 +302,15 @@ class Graph(Port):
         places: Dict[str, int] = {}
         for place, variable in enumerate(variables):
             places.setdefault(variable.name, place)
-        groups = self.session.exchange.groups(
-            {name: variables[place].carried for name, place in places.items()}
-        )
+        exchange = self.session.exchange
+        groups = exchange.groups({name: variables[place].carried for name, place in places.items()})
+        first = first_with_sums(exchange.tensors)
         chains = []
         for names in groups:
             its = [places[name] for name in names]
             halves = [grads[place].dtype == tf.float16 for place in its]
-            chains.append((Chain([variables[place] for place in its], names, halves), its))
+            among = [variables[place] for place in its]
+            chains.append((Chain(among, names, halves, first in names), its))
         return chains
 
     def _exchanged(self, chain: Chain, number: Any, grads: List[Any], flat: List[Any]) -> List[Any]:
@@ -317,14 +318,14 @@ class Graph(Port):
         first, dtypes = chain.variables[0], [grad.dtype for grad in grads]
         inputs = [number, *map(copied, grads, chain.variables, flat)]
         inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
-        sends_number = self.session.exchange.sends_number in chain.names
-        made = [first.carried, *dtypes_of(first.moved[:1]), *["int64"] * sends_number]
+        made = [first.carried, *dtypes_of(first.moved[:1]), *["int64"] * chain.sends_number]
         dense, *message = python_operation(self.calls.submit, chain, inputs, made)
-        numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
+        numbers = self._move(_SUM, [message.pop()], "step") if chain.sends_number else []
         for stage, collective in enumerate(first.moved):
             if stage:
                 inputs, made = [number, *message], dtypes_of([collective])
-                message = python_operation(self.calls.advance, chain, inputs, made)
+                advance = self.session.exchange.advance
+                message = python_operation(advance, chain.names, inputs, made)
             moved = self._move(collective, message, f"{first.number}.{stage}")
             message, numbers = [*moved, *numbers], []
         (reduced,) = self._move(_REDUCER, [dense], str(first.number))

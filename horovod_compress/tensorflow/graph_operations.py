@@ -1,10 +1,9 @@
 """Operations of traced functions that call the exchange, and what is known of the variables that
-they are for; the functions that have them."""
+they are for."""
 
 import dataclasses
 import functools
 import math
-import weakref
 import zlib
 from typing import Any, Callable, Iterable, List, NamedTuple, Sequence, Tuple
 
@@ -13,7 +12,6 @@ import tensorflow as tf
 
 from .. import kernels
 from ..protocol.requests import Collective
-from .horovod_internals import call_before, functions_under_trace, trace_again
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,11 +44,13 @@ class Variable:
 
 class Chain(NamedTuple):
     """Variables whose gradients go the same way in a call, and so through the same operations.
-    names: theirs; halves: of each, whether its gradients are of float16."""
+    names: theirs; halves: of each, whether its gradients are of float16; sends_number: whether the
+    step's number travels behind its first message."""
 
     variables: Sequence[Variable]
     names: Tuple[str, ...]
     halves: Sequence[bool]
+    sends_number: bool
 
     @property
     def inputs(self) -> int:
@@ -96,17 +96,14 @@ def identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...
 
 
 def python_operation(
-    function: Callable[..., Sequence[np.ndarray]],
-    chain: Chain,
-    inputs: List[Any],
-    dtypes: List[str],
+    function: Callable[..., Sequence[np.ndarray]], of: Any, inputs: List[Any], dtypes: List[str]
 ) -> List[Any]:
-    """Adds an operation that calls function(chain, arrays of the inputs…); returns its outputs, of
+    """Adds an operation that calls function(of, arrays of the inputs…); returns its outputs, of
     these dtypes."""
     # It is not stateful: TensorFlow would run such operations one after the other, with a round
     # over the network in between.
     return tf.numpy_function(
-        functools.partial(with_denormals, function, chain),
+        functools.partial(with_denormals, function, of),
         inputs,
         list(map(tf.as_dtype, dtypes)),
         stateful=False,
@@ -146,32 +143,3 @@ def read_and_clear(squares: Any) -> List[Any]:
     with tf.control_dependencies([read]):
         squares.assign(tf.zeros_like(read))
     return [read]
-
-
-class Traces:
-    """The traced functions of a compression.
-
-    Attributes:
-        generation: how often traces have become void.
-    """
-
-    def __init__(self) -> None:
-        self._functions: "weakref.WeakSet[Any]" = weakref.WeakSet()
-        self.generation = 0
-
-    def note(self) -> None:
-        """Keeps the functions whose traces now get operations that depend on the compression."""
-        self._functions.update(functions_under_trace())
-
-    def note_exchange(self) -> None:
-        """The same for functions whose traces now get an exchange. Others that call these, which
-        are traced already, are noted when they do."""
-        self.note()
-        for function in functions_under_trace():
-            call_before(function, self, self.note_exchange)
-
-    def again(self) -> None:
-        """Has all of them traced again when they are called next."""
-        self.generation += 1
-        for function in self._functions:
-            trace_again(function)

@@ -140,15 +140,14 @@ class Pending:
         the results, in the gradients' memory."""
         # Until the next step begins they would stay in memory.
         results, self.grads = self.grads, []
-        finite, end = [], 0
+        note, end = self.transaction.note, 0
         for step, length in self._carried:
             begin, end = end, end + length
-            finite += step.send((self._size, reduced[begin:end])).finite
+            note(step.send((self._size, reduced[begin:end])).finite)
         if self.request is not None:
             arrived = _answer_of(self.request, self._arrived or brought)
-            finite += self._step.send((self._factor, arrived)).finite
+            note(self._step.send((self._factor, arrived)).finite)
         self.request, self._arrived, self.finished = None, None, True
-        self.transaction.note(finite)
         return results
 
     def end(self) -> bool:

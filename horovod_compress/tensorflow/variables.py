@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple
+from typing import Any, Dict, Iterable, List, Set, Tuple
 
 import tensorflow as tf
 
@@ -13,30 +13,18 @@ from .graph_operations import Variable, identified
 from .horovod_internals import lasting_variable
 
 
-class Variables:
-    """The variables of a compression.
+class Variables(Dict[Any, Variable]):
+    """The variables of a compression, by the keys of `identified`.
 
     Attributes:
         loaded: True where variables that become known have to be in a state that was loaded.
     """
 
     def __init__(self, session: Session) -> None:
+        super().__init__()
         self._session = session
-        self._known: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
         self.loaded = False
-
-    def __iter__(self) -> Iterator[Variable]:
-        return iter(self._known.values())
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def __contains__(self, reference: Any) -> bool:
-        return reference in self._known
-
-    def __getitem__(self, reference: Any) -> Variable:
-        return self._known[reference]
 
     def register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -45,11 +33,11 @@ class Variables:
         )
         self._session.handshake()
         keys, new = [], {}
-        names = {variable.name for variable in self}
+        names = {variable.name for variable in self.values()}
         for i, (grad, source) in enumerate(pairs):
             key, name, shape = identified(i, grad, source)
             keys.append(key)
-            if key not in self._known and key not in new:
+            if key not in self and key not in new:
                 if not grad.dtype.is_floating:
                     raise TypeError(
                         f"{name}: gradients of {grad.dtype.name} cannot be compressed; real "
@@ -62,20 +50,20 @@ class Variables:
                 )
                 names.add(name)
                 new[key] = name, shape, grad.dtype == tf.float64
-            elif key in self._known and self._known[key].shape != shape:
+            elif key in self and self[key].shape != shape:
                 raise ValueError(
-                    f"{name} has the shape {shape} and had {self._known[key].shape} before: "
+                    f"{name} has the shape {shape} and had {self[key].shape} before: "
                     f"residuals are kept for variables, or tensors of one shape"
                 )
         if new:
             self._make_known(new)
         for key, times in collections.Counter(keys).items():
-            if times > 1 and not self._known[key].plain:
+            if times > 1 and not self[key].plain:
                 raise ValueError(
-                    f"{self._known[key].name} is twice among the variables of one call, and "
+                    f"{self[key].name} is twice among the variables of one call, and "
                     f"what is kept of its gradients would be used twice: give each variable once"
                 )
-        return [self._known[key] for key in keys]
+        return [self[key] for key in keys]
 
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
         """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
@@ -97,8 +85,8 @@ class Variables:
         for key, (name, shape, is_float64) in new.items():
             session.exchange.add(name, shape, session.compressor)
             number = self._numbers.setdefault(name, len(self._numbers))
-            self._known[key] = Variable(name, number, shape, is_float64)
-            self._describe(self._known[key])
+            self[key] = Variable(name, number, shape, is_float64)
+            self._describe(self[key])
         session.meet()
         if ranks.elastic and not self.expected():
             # What becomes known from now on does so on all ranks.
@@ -107,11 +95,13 @@ class Variables:
     def expected(self) -> Set[str]:
         """The names of variables that a state was loaded for, and that no trace has brought."""
         exchange = self._session.exchange
-        return (exchange.shapes.keys() | exchange.loaded.keys()) - {each.name for each in self}
+        return (exchange.shapes.keys() | exchange.loaded.keys()) - {
+            each.name for each in self.values()
+        }
 
     def describe(self) -> None:
         """Has all say what traces have to know of their compressors now."""
-        for variable in self:
+        for variable in self.values():
             self._describe(variable)
 
     def _describe(self, variable: Variable) -> None:
@@ -139,7 +129,7 @@ class Variables:
         self.loaded = bool(self.expected())
         for name in names:
             self._numbers.setdefault(name, len(self._numbers))
-        for variable in self:
+        for variable in self.values():
             if variable.squares is not None:
                 variable.squares.assign(tf.zeros(variable.shape))
 
