@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from ..session.notices import warn_once
 from ..session.ranks import is_elastic
-from .graph_operations import checksum
 from .horovod_internals import (
     compression_given_to,
     has_reduced,
@@ -19,6 +18,7 @@ from .horovod_internals import (
     kept_local,
     reduced_by_horovod,
 )
+from .variables import checksum
 
 # Those of all compressions of this process, which threads may make while others trace.
 _graphs: "weakref.WeakSet[Any]" = weakref.WeakSet()

@@ -1,21 +1,38 @@
 """The calls of a compression's operations while a graph runs."""
 
 import itertools
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+import tensorflow as tf
 
 from .. import kernels
 from ..session.joined import REDUCES_ONLY, error_of_joined
 from ..session.notices import warn_once
 from ..session.session import Session
 from .applied_gradients import Applied, Repetitions, Served
-from .graph_operations import Chain, Variable, first_values, squared_norm_of
 from .horovod_internals import Traces
 from .optimizer import Serving
+from .variables import Variable
 
 # Numbers as large as this become infinite in float16.
 _INFINITE_HALF = 65520
+
+
+class Chain(NamedTuple):
+    """Variables whose gradients go the same way in a call, and so through the same operations.
+    names: theirs; halves: of each, whether its gradients are of float16; sends_number: whether the
+    step's number travels behind its first message."""
+
+    variables: Sequence[Variable]
+    names: Tuple[str, ...]
+    halves: Sequence[bool]
+    sends_number: bool
+
+    @property
+    def inputs(self) -> int:
+        """The number of arrays that a step takes: gradients, and their squares where needed."""
+        return sum(1 + (variable.squares is not None) for variable in self.variables)
 
 
 class Calls:
@@ -82,7 +99,7 @@ class Calls:
         lr = float(next(given))
         steps = int(next(given)) if takes_over else 0
         clips = compressor.policy.clip_norm is not None
-        squared_norm = (factor() / divisor) ** 2 * squared_norm_of(given) if clips else None
+        squared_norm = (factor() / divisor) ** 2 * _squared_norm_of(given) if clips else None
         rank, size = session.ranks.rank_and_size()
         exchange = session.exchange
         number = exchange.begin(rank, size, float(scale), lr, factor(), squared_norm)
@@ -130,7 +147,7 @@ class Calls:
                 its[i] = np.array(its[i], wide).reshape(-1)
                 grads.append(its[i])
         clips = compressor.policy.clip_norm is not None
-        norm = squared_norm_of(grads) if clips else None
+        norm = _squared_norm_of(grads) if clips else None
         call = exchange.begin(0, 1, lr=float(lr), squared_norm=norm)
         results: List[np.ndarray] = []
         for chain, its in zip(chains, parts):
@@ -151,3 +168,24 @@ class Calls:
         if lost.any():
             self._session.tell_of_float32(variable.name)
         return narrow
+
+
+def with_denormals(
+    function: Callable[..., Sequence[np.ndarray]], *arguments: Any
+) -> Sequence[np.ndarray]:
+    """Calls a function with denormal numbers, which TensorFlow's threads treat as 0: results are
+    other frameworks', bit for bit."""
+    mode = kernels.cpu.flush_denormals(mode=0)
+    try:
+        return function(*arguments)
+    finally:
+        kernels.cpu.flush_denormals(mode=mode)
+
+
+def first_values(variable: Any) -> Any:
+    return tf.reshape(variable.read_value(), [-1])[:1000]
+
+
+def _squared_norm_of(grads: Iterable[np.ndarray]) -> float:
+    flat = [np.ascontiguousarray(grad, np.float32).reshape(-1) for grad in grads]
+    return sum(kernels.cpu.squared_norm(flat))

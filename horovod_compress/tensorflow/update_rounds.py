@@ -13,10 +13,10 @@ from ..session.notices import warn_once
 from ..session.updates import Nesterov, average, compressor_for_updates, make_alike
 from .checks import check_options
 from .graph import Graph, GraphCompression
-from .graph_operations import checksum
 from .horovod_internals import is_keras3, reducing, scaler_around, values_of
 from .optimizer import Serving, unwrapped
 from .ranks import TensorFlowRanks
+from .variables import checksum
 
 
 class UpdateCompression(GraphCompression):

@@ -1,20 +1,50 @@
 """Variables become known when their gradients are traced, on all ranks at once."""
 
 import collections
+import dataclasses
 import itertools
-from typing import Any, Dict, Iterable, List, Set, Tuple
+import zlib
+from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 
 import tensorflow as tf
 
 from ..engine.handover import DEBT
 from ..protocol.handshake import agree
+from ..protocol.requests import Collective
 from ..session.session import Session
-from .graph_operations import Variable, identified
 from .horovod_internals import lasting_variable
 
 
+@dataclasses.dataclass(eq=False)
+class Variable:
+    """A variable whose gradients are compressed."""
+
+    name: str
+    # In the order in which they became known: alike on all ranks, as names need not be.
+    number: int
+    shape: Tuple[int, ...]
+    # Whether its gradients are.
+    is_float64: bool = False
+    carried: str = "float32"  # dtype of what the reducer reduces
+    # Those of the messages that travel beside it.
+    moved: Sequence[Collective] = ()
+    # Whether nothing is done to its gradients, so that Horovod may reduce them by itself.
+    plain: bool = False
+    # Alike for variables whose gradients go the same way.
+    kin: int = 0
+    # A tf.Variable, the sum of its passes' squared gradients, where moments=microbatch.
+    squares: Any = None
+    # Whether one of its passes was traced.
+    observed: bool = False
+
+    @property
+    def result(self) -> str:
+        """The dtype of gradients in the exchange, and of its results."""
+        return "float64" if self.carried == "float64" else "float32"
+
+
 class Variables(Dict[Any, Variable]):
-    """The variables of a compression, by the keys of `identified`.
+    """The variables of a compression, by the keys of `_identified`.
 
     Attributes:
         loaded: True where variables that become known have to be in a state that was loaded.
@@ -35,7 +65,7 @@ class Variables(Dict[Any, Variable]):
         keys, new = [], {}
         names = {variable.name for variable in self.values()}
         for i, (grad, source) in enumerate(pairs):
-            key, name, shape = identified(i, grad, source)
+            key, name, shape = _identified(i, grad, source)
             keys.append(key)
             if key not in self and key not in new:
                 if not grad.dtype.is_floating:
@@ -150,3 +180,22 @@ class Variables(Dict[Any, Variable]):
                 variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
                 variable.observed = True
         return grads_and_vars
+
+
+def _identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:
+    """(key, name, shape) of the source, at position i, of a gradient: variables are known by
+    themselves, other tensors by position."""
+    is_variable = isinstance(source, tf.Variable)
+    name = source.name.split(":")[0] if is_variable else f"source_{i}"
+    shape = (source if is_variable else grad).shape
+    if not shape.is_fully_defined():
+        raise ValueError(
+            f"{name}: its shape, {shape}, must be known when it is traced: what it holds is kept "
+            f"from step to step"
+        )
+    return source.ref() if is_variable else i, name, tuple(shape)
+
+
+def checksum(variable: Any) -> int:
+    """Of all its values."""
+    return zlib.crc32(variable.numpy().tobytes())
