@@ -21,6 +21,7 @@ from ..engine.loss_scale import to_true_units
 from ..engine.step import GroupStep, end_step, group_step
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
+from ..protocol.machine import Machine
 from ..protocol.requests import Allreduce, Alltoall, Collective, Final, StepNorm
 from ..protocol.wire import Steady
 from ..session.joined import error_of_joined
@@ -58,14 +59,14 @@ class Pending:
         self._carried: List[Tuple[GroupStep, int]] = []
         # Of the others, what it waits for until it is finished, and whether that is the last.
         self._step: Any = None
-        self.request: Any = None
+        self._request: Any = None
         self._last = True
         # Of its last message, in a step with fewer than the graph has operations for.
         self._arrived: Optional[Message] = None
         # How many of its messages have been handed out, empty ones included.
         self._stage = 0
         # The step's number, where it has sent that and waits for the sum.
-        self.compares: Optional[int] = None
+        self._number: Optional[int] = None
         self.finished = False
 
     def begin(
@@ -73,10 +74,12 @@ class Pending:
         steps: Sequence[Step],
         features: Callable[[Sequence[Tensor], Sequence[Step]], List[Extension]],
         squared_norm: Optional[float],
+        sends_number: bool,
     ) -> List[np.ndarray]:
         """Begins the step; returns the array for the reducer, of no elements where it has nothing
-        to reduce, and behind it the first message. features: those that tensors and their steps
-        have to do with; squared_norm: as of StepNorm."""
+        to reduce, behind it the first message, and where it sends that, the step's number, empty
+        where that is not needed. features: those that tensors and their steps have to do with;
+        squared_norm: as of StepNorm."""
         self._size = steps[0].size
         parts: Dict[bool, List[Tuple[Tensor, np.ndarray, Step]]] = {}
         for its in zip(self.group.tensors, self.grads, steps):
@@ -95,16 +98,31 @@ class Pending:
                 self._step = step
                 self._wait_for(request)
         array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [_NOTHING])
-        return [array, *self._message()]
+        handed_out = [array, *self._message()]
+        if sends_number:
+            self._number = steps[0].index if isinstance(self._request, Allreduce) else None
+            sent = np.empty(0, np.int64) if self._number is None else step_numbers(self._number)
+            self.group.tensors[0].count(Allreduce(sent))
+            handed_out.append(sent)
+        return handed_out
 
     def advance(self, brought: Message) -> List[np.ndarray]:
         """Brings what became of a message; returns the next one."""
+        self._compare_number(brought)
         if self._last:
             # Such a step has no more to send.
             self._arrived = self._arrived or brought
         else:
-            self._wait_for(self._step.send([_answer_of(self.request, brought)]))
+            self._wait_for(self._step.send([_answer_of(self._request, brought)]))
         return self._message()
+
+    def _compare_number(self, brought: Message) -> None:
+        """Raises as `check_step_numbers` does, where the step's number is behind a message."""
+        if self._number is not None:
+            number, self._number, size = self._number, None, self._size
+            check_step_numbers(
+                brought[-1], number, size, lambda count, why: error_of_joined(count, size, [], why)
+            )
 
     def _wait_for(self, request: Any) -> None:
         self._last = isinstance(request, Final)
@@ -114,12 +132,12 @@ class Pending:
                 f"{self.group.compressor.id}: tensors that go together ask for different "
                 "collectives, and a graph has one operation for all of them"
             )
-        (self.request,) = requests
+        (self._request,) = requests
 
     def _message(self) -> List[np.ndarray]:
         """The message that the group's next operation is to move. RuntimeError where that is not
         what the compressor has declared."""
-        first, stage, request = self.group.tensors[0], self._stage, self.request
+        first, stage, request = self.group.tensors[0], self._stage, self._request
         expected = first.declared[stage : stage + 1]
         self._stage += 1
         # What arrived is of its last one.
@@ -139,16 +157,17 @@ class Pending:
     def finish(self, reduced: np.ndarray, brought: Message) -> List[np.ndarray]:
         """Brings what the reducer made of its array, and what became of the last message; returns
         the results, in the gradients' memory."""
+        self._compare_number(brought)
         # Until the next step begins they would stay in memory.
         results, self.grads = self.grads, []
         note, end = self.transaction.note, 0
         for step, length in self._carried:
             begin, end = end, end + length
             note(step.send((self._size, reduced[begin:end])).finite)
-        if self.request is not None:
-            arrived = _answer_of(self.request, self._arrived or brought)
+        if self._request is not None:
+            arrived = _answer_of(self._request, self._arrived or brought)
             note(self._step.send((self._factor, arrived)).finite)
-        self.request, self._arrived, self.finished = None, None, True
+        self._request, self._arrived, self.finished = None, None, True
         return results
 
     def end(self) -> bool:
@@ -171,9 +190,14 @@ class GraphExchange(Driver):
     """
 
     def __init__(
-        self, compressor: Compressor, rank: int, size: int, dense_alone: bool = False
+        self,
+        compressor: Compressor,
+        rank: int,
+        size: int,
+        dense_alone: bool = False,
+        machine: Optional[Machine] = None,
     ) -> None:
-        super().__init__(compressor, rank, size, Features(dense_alone, _go_dense))
+        super().__init__(compressor, rank, size, Features(dense_alone, _go_dense), machine)
         # For what groups share; each group's own is in one thread at a time.
         self._lock = threading.Lock()
         self._calls = itertools.count()
@@ -321,26 +345,20 @@ class GraphExchange(Driver):
         for tensor in group.tensors:
             self._indices[tensor.name], self._pending[tensor.name] = index + 1, pending
         transaction.tensors += group.tensors
-        handed_out = pending.begin(steps, self.features.concerned, squared_norm)
+        handed_out = pending.begin(steps, self.features.concerned, squared_norm, sends_number)
         group.tensors[0].counters["encode_seconds"] += time.perf_counter() - started
-        if sends_number:
-            compares = isinstance(pending.request, Allreduce)
-            pending.compares = index if compares else None
-            number = Allreduce(step_numbers(index) if compares else np.empty(0, np.int64))
-            group.tensors[0].count(number)
-            handed_out.append(number.array)
         return handed_out
 
     def advance(self, names: Names, call: int, *brought: np.ndarray) -> List[np.ndarray]:
         """Brings what became of a message; returns the next one."""
-        return self._arrive(names, call, brought).advance(brought)
+        return self._open(names, call).advance(brought)
 
     def finish(
         self, names: Names, call: int, reduced: np.ndarray, brought: Message = ()
     ) -> List[np.ndarray]:
         """Brings what the reducer made of its array, and what became of the last message; returns
         flat float32 results, in the memory of the gradients."""
-        pending = self._arrive(names, call, brought)
+        pending = self._open(names, call)
         started = time.perf_counter()
         results = pending.finish(reduced, brought)
         seconds = time.perf_counter() - started
@@ -358,19 +376,13 @@ class GraphExchange(Driver):
         pending = self._pending.get(name)
         return pending is not None and pending.call == call and pending.transaction.finite
 
-    def _arrive(self, names: Names, call: int, brought: Message) -> Pending:
+    def _open(self, names: Names, call: int) -> Pending:
         pending = self._pending.get(names[0])
         if pending is None or pending.call != call or pending.finished:
             raise RuntimeError(
                 f"{names[0]}: another gradient of it came before this one was exchanged. One "
                 f"compression serves one model, and one step "
                 "at a time: make a compression for each tape or optimizer whose steps may overlap"
-            )
-        if pending.compares is not None:
-            index, pending.compares = pending.compares, None
-            size = self.now.size
-            check_step_numbers(
-                brought[-1], index, size, lambda count, why: error_of_joined(count, size, [], why)
             )
         return pending
 

@@ -127,10 +127,8 @@ class Graph(Port):
         serving.takes_over = bool(choice.held)
 
     def make(self, choice: Choice) -> GraphExchange:
-        rank, size = self.ranks.rank_and_size()
-        exchange = GraphExchange(choice.compressor, rank, size, self.ranks.elastic)
-        exchange.tensors.machine = choice.machine
-        return exchange
+        ranks = self.ranks.rank_and_size()
+        return GraphExchange(choice.compressor, *ranks, self.ranks.elastic, choice.machine)
 
     def factor(self) -> Optional[float]:
         return self._serving.factor()

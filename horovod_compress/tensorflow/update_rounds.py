@@ -25,9 +25,7 @@ class UpdateCompression(GraphCompression):
 
     def __init__(self, spec: Any, options: Dict[str, Any], process_set: Any) -> None:
         self.ranks, self._options = TensorFlowRanks(process_set), options
-        serving = Serving()
-        serving.is_bound = True
-        super().__init__(Graph(self.ranks, spec, serving, self))
+        super().__init__(Graph(self.ranks, spec, Serving(), self))
 
     def _choose(self, spec: Any) -> Choice:
         compressor = compressor_for_updates(spec, hvd.rank())
