@@ -116,7 +116,7 @@ class Variables(Dict[Any, Variable]):
             session.exchange.add(name, shape, session.compressor)
             number = self._numbers.setdefault(name, len(self._numbers))
             self[key] = Variable(name, number, shape, is_float64)
-            self._describe(self[key])
+        self.describe()
         session.meet()
         if ranks.elastic and not self.expected():
             # What becomes known from now on does so on all ranks.
@@ -131,27 +131,24 @@ class Variables(Dict[Any, Variable]):
 
     def describe(self) -> None:
         """Has all say what traces have to know of their compressors now."""
-        for variable in self.values():
-            self._describe(variable)
-
-    def _describe(self, variable: Variable) -> None:
         exchange, policy = self._session.exchange, self._session.compressor.policy
-        tensor = exchange.tensors[variable.name]
-        first = tensor.declared[0]
-        variable.carried, variable.moved = (
-            (first.dtype, ()) if first.verb == "reducer" else ("float32", tensor.declared)
-        )
-        if variable.is_float64 and exchange.tensors.carries_float64(variable.name):
-            variable.carried = "float64"
-        clips = policy.clip_norm is not None
-        dense = not variable.moved and variable.carried != "float16" and not clips
-        # What is owed of earlier gradients is added to the next one.
-        owes = DEBT in tensor.state.arrays
-        variable.plain, variable.kin = dense and not owes, tensor.kin
-        if tensor.compressor.policy.moments != "microbatch":
-            variable.squares, variable.observed = None, False
-        elif variable.squares is None:
-            variable.squares = lasting_variable(variable.shape, tf.float32)
+        for variable in self.values():
+            tensor = exchange.tensors[variable.name]
+            first = tensor.declared[0]
+            variable.carried, variable.moved = (
+                (first.dtype, ()) if first.verb == "reducer" else ("float32", tensor.declared)
+            )
+            if variable.is_float64 and exchange.tensors.carries_float64(variable.name):
+                variable.carried = "float64"
+            clips = policy.clip_norm is not None
+            dense = not variable.moved and variable.carried != "float16" and not clips
+            # What is owed of earlier gradients is added to the next one.
+            owes = DEBT in tensor.state.arrays
+            variable.plain, variable.kin = dense and not owes, tensor.kin
+            if tensor.compressor.policy.moments != "microbatch":
+                variable.squares, variable.observed = None, False
+            elif variable.squares is None:
+                variable.squares = lasting_variable(variable.shape, tf.float32)
 
     def begin_anew(self, names: Iterable[str]) -> None:
         """After the exchange has gone back to a state. names: in the order in which rank 0 came to
