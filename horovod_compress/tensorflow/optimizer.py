@@ -127,28 +127,27 @@ def leave_momentum(
     # Another compression's, where that serves other variables.
     base: Any = class_below(optimizer)
 
-    class PlainSteps(base):
-        # rate: the learning rate, in Keras 3.
-        def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
-            if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
-                return super().update_step(gradient, variable, *rate)
-            if lives_on():
-                super().update_step(tf.zeros_like(gradient), variable, *rate)
-            variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
+    # rate: the learning rate, in Keras 3.
+    def update_step(self: Any, gradient: Any, variable: Any, *rate: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
+            return base.update_step(self, gradient, variable, *rate)
+        if lives_on():
+            base.update_step(self, tf.zeros_like(gradient), variable, *rate)
+        variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
 
-        # The legacy optimizer's.
-        def _resource_apply_dense(
-            self, grad: Any, var: Any, apply_state: Optional[dict] = None
-        ) -> Any:
-            if not covers(var):
-                return super()._resource_apply_dense(grad, var, apply_state)
-            if lives_on():
-                super()._resource_apply_dense(tf.zeros_like(grad), var, apply_state)
-            key = var.device, var.dtype.base_dtype
-            rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
-            return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
+    # The legacy optimizer's.
+    def _resource_apply_dense(
+        self: Any, grad: Any, var: Any, apply_state: Optional[dict] = None
+    ) -> Any:
+        if not covers(var):
+            return base._resource_apply_dense(self, grad, var, apply_state)
+        if lives_on():
+            base._resource_apply_dense(self, tf.zeros_like(grad), var, apply_state)
+        key = var.device, var.dtype.base_dtype
+        rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
+        return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
 
-    become(optimizer, PlainSteps)
+    become(optimizer, base, update_step=update_step, _resource_apply_dense=_resource_apply_dense)
 
 
 def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -> None:
@@ -186,10 +185,9 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
     )
 
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return observe(getattr(super(watched, self), method)(*args, **kwargs))
+        return observe(getattr(own, method)(self, *args, **kwargs))
 
-    watched = type(own)(own.__name__, (own,), {method: compute})
-    become(optimizer, watched)
+    become(optimizer, own, **{method: compute})
 
 
 def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
@@ -209,21 +207,18 @@ def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
         changed = change(self, zip(grads, values_of(variables)))
         base.apply(self, [grad for grad, _ in changed], variables)
 
-    class Changing(base):
-        def get_config(self) -> Dict[str, Any]:
-            if is_horovods(self) and saved_by_keras():
-                warn_once(
-                    "a saved model's optimizer has no compression: hvd.load_model(path, "
-                    "compression=compression) gives it one again, and without compression= "
-                    "training goes on uncompressed. What ranks have not sent yet is in "
-                    "compression.state_dict()"
-                )
-            return super().get_config()
+    def get_config(self: Any) -> Dict[str, Any]:
+        if is_horovods(self) and saved_by_keras():
+            warn_once(
+                "a saved model's optimizer has no compression: hvd.load_model(path, "
+                "compression=compression) gives it one again, and without compression= "
+                "training goes on uncompressed. What ranks have not sent yet is in "
+                "compression.state_dict()"
+            )
+        return base.get_config(self)
 
-    step = apply if is_keras3(optimizer) else apply_gradients
-    setattr(Changing, step.__name__, step)
-    become(optimizer, Changing)
-    return Changing
+    step = {"apply": apply} if is_keras3(optimizer) else {"apply_gradients": apply_gradients}
+    return become(optimizer, base, get_config=get_config, **step)
 
 
 def build(optimizer: Any, variables: Any) -> None:
@@ -240,13 +235,12 @@ def _own_class(optimizer: Any) -> Type:
     return cls
 
 
-def become(optimizer: Any, cls: Any) -> None:
-    """Changes the class, because Horovod makes its own optimizer from that and the configuration,
-    or Horovod's base, where it has made its own. Under the old names, by which Keras saves it."""
-    base = cls.__base__
-    cls._bound_to_compression = True
+def become(optimizer: Any, base: Any, **members: Any) -> Type:
+    """Changes the class to one derived from `base`, with more members, because Horovod makes its
+    own optimizer from that and the configuration, or Horovod's base, where it has made its own.
+    Under the old names, by which Keras saves it. Returns the class."""
+    cls = type(base)(base.__name__, (base,), {"_bound_to_compression": True, **members})
     for name in (
-        "__name__",
         "__qualname__",
         "__module__",
         "__doc__",
@@ -260,6 +254,7 @@ def become(optimizer: Any, cls: Any) -> None:
         for each in (cls, tf.keras.utils.get_registered_object(registered)):
             tf.keras.utils.register_keras_serializable(package, name)(each)
     change_class_below(optimizer, cls)
+    return cls
 
 
 class Serving:

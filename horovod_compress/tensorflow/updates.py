@@ -77,10 +77,8 @@ def UpdateOptimizer(
     if isinstance(unwrapped(optimizer), AdamW):
         check_ranks_of_set(unwrapped(optimizer).ranks, process_set)
     _check(optimizer, every > 1 or outer is not None)
-    become(
-        optimizer,
-        _exchanging(optimizer, Rounds(optimizer, compression, every, outer, process_set)),
-    )
+    rounds = Rounds(optimizer, compression, every, outer, process_set)
+    become(optimizer, type(optimizer), **_members(optimizer, rounds))
     return optimizer
 
 
@@ -113,8 +111,9 @@ def _check(optimizer: Any, keeps: bool) -> None:
         )
 
 
-def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
-    """A class for the optimizer, whose steps are those of its own class within rounds."""
+def _members(optimizer: Any, rounds: Rounds) -> Dict[str, Any]:
+    """Members of a class for the optimizer, whose steps are those of its own class within
+    rounds."""
     base: Any = type(optimizer)
     of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}
     frameworks = ("keras", "tf_keras", "tensorflow", "horovod", "horovod_compress")
@@ -129,7 +128,7 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
         return base.get_config(self)
 
     others = methods_of(base, of_all, frameworks)
-    members = {
+    return {
         **(_steps_in_keras3 if is_keras3(optimizer) else _steps_in)(base, rounds),
         "take_part": rounds.take_part,
         "average_state": rounds.average_state,
@@ -138,7 +137,6 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
         "compression": property(lambda self: rounds.compression),
         "local_steps": property(lambda self: rounds.local_steps),
     }
-    return type(base)(base.__name__, (base,), members)
 
 
 def _steps_in(base: Any, rounds: Rounds) -> Dict[str, Any]:
