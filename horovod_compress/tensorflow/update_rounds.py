@@ -36,6 +36,7 @@ class UpdateCompression(GraphCompression):
         """None: updates are not scaled, and each rank's loss scale is inside of its optimizer."""
 
     def mean(self, names: str, tensors: Dict[str, Any]) -> None:
+        """As of `session.updates.Mean`."""
         for name, variable in tensors.items():
             wide = tf.cast(variable, _at_least_float32(variable))
             mean = hvd.allreduce(
