@@ -26,6 +26,7 @@ class Variable:
     # Whether its gradients are.
     is_float64: bool = False
     carried: str = "float32"  # dtype of what the reducer reduces
+    result: str = "float32"  # dtype of gradients in the exchange, and of its results
     # Those of the messages that travel beside it.
     moved: Sequence[Collective] = ()
     # Whether nothing is done to its gradients, so that Horovod may reduce them by itself.
@@ -36,11 +37,6 @@ class Variable:
     squares: Any = None
     # Whether one of its passes was traced.
     observed: bool = False
-
-    @property
-    def result(self) -> str:
-        """The dtype of gradients in the exchange, and of its results."""
-        return "float64" if self.carried == "float64" else "float32"
 
 
 class Variables(Dict[Any, Variable]):
@@ -138,8 +134,9 @@ class Variables(Dict[Any, Variable]):
             variable.carried, variable.moved = (
                 (first.dtype, ()) if first.verb == "reducer" else ("float32", tensor.declared)
             )
+            variable.result = "float32"
             if variable.is_float64 and exchange.tensors.carries_float64(variable.name):
-                variable.carried = "float64"
+                variable.carried = variable.result = "float64"
             clips = policy.clip_norm is not None
             dense = not variable.moved and variable.carried != "float16" and not clips
             # What is owed of earlier gradients is added to the next one.
