@@ -32,8 +32,9 @@ class Transaction:
         """Takes of some results whether they are finite, without a wait where that is late."""
         if isinstance(finite, Late):
             self._late.append(finite)
-        else:
-            self._finite &= all(finite)
+        # Not &=, by which one of several threads could undo what another one has found.
+        elif not all(finite):
+            self._finite = False
 
     def fail(self) -> None:
         """Has the results not be used."""

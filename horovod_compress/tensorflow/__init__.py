@@ -16,12 +16,11 @@ try:
 except ModuleNotFoundError as error:
     raise says_what_is_missing(error, "tensorflow") from error
 from .adam import AdamW
-from .checkpoint import StateCheckpoint
+from .callbacks import RecordSteps, ShareUpdates, StateCheckpoint
 from .compression import BoundCompression
 from .factories import Compression
-from .recording import RecordSteps
 from .unbound import UnboundCompression, compression_of
-from .updates import ShareUpdates, UpdateOptimizer
+from .updates import UpdateOptimizer
 
 __all__ = [
     "AdamW",

@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from ..session.notices import warn_once
 from ..session.ranks import is_elastic
-from ..session.unbound import Unbound
-from .graph_operations import checksum
 from .horovod_internals import (
     compression_given_to,
     has_reduced,
@@ -20,7 +18,7 @@ from .horovod_internals import (
     kept_local,
     reduced_by_horovod,
 )
-from .optimizer import unwrapped
+from .variables import checksum
 
 # Those of all compressions of this process, which threads may make while others trace.
 _graphs: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -205,25 +203,3 @@ class Served:
 
     def step_begins(self) -> None:
         self._steps += 1
-
-
-class TellsOfIdling(tf.keras.callbacks.Callback):
-    """Warns once where a compression has taken no step in an epoch, and the model's optimizer has
-    another one, or none."""
-
-    def __init__(self, compression: Any) -> None:
-        super().__init__()
-        self._compression, self._steps = compression, 0
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        given = self._compression
-        bound = given.the_only() if isinstance(given, Unbound) else given
-        before, self._steps = self._steps, sum(bound._session.exchange.steps_taken().values())
-        optimizer = unwrapped(getattr(self.model, "optimizer", None))
-        its = compression_given_to(optimizer), getattr(optimizer, "compression", None)
-        if bound._session.ranks.active and self._steps == before and given not in its:
-            warn_once(
-                f"{given!r} has compressed nothing in a whole epoch, and the model's "
-                "optimizer does not have it. What hvd.load_model(path) makes has none, whatever "
-                "was saved: say hvd.load_model(path, compression=compression)"
-            )

@@ -1,22 +1,38 @@
 """The calls of a compression's operations while a graph runs."""
 
 import itertools
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+import tensorflow as tf
 
 from .. import kernels
 from ..session.joined import REDUCES_ONLY, error_of_joined
 from ..session.notices import warn_once
 from ..session.session import Session
 from .applied_gradients import Applied, Repetitions, Served
-from .graph_operations import Chain, Variable, first_values, squared_norm_of
-from .messages import Message
-from .served_optimizers import Serving
-from .traces import Traces
+from .horovod_internals import Traces
+from .optimizer import Serving
+from .variables import Variable
 
 # Numbers as large as this become infinite in float16.
 _INFINITE_HALF = 65520
+
+
+class Chain(NamedTuple):
+    """Variables whose gradients go the same way in a call, and so through the same operations.
+    names: theirs; halves: of each, whether its gradients are of float16; sends_number: whether the
+    step's number travels behind its first message."""
+
+    variables: Sequence[Variable]
+    names: Tuple[str, ...]
+    halves: Sequence[bool]
+    sends_number: bool
+
+    @property
+    def inputs(self) -> int:
+        """The number of arrays that a step takes: gradients, and their squares where needed."""
+        return sum(1 + (variable.squares is not None) for variable in self.variables)
 
 
 class Calls:
@@ -83,7 +99,7 @@ class Calls:
         lr = float(next(given))
         steps = int(next(given)) if takes_over else 0
         clips = compressor.policy.clip_norm is not None
-        squared_norm = (factor() / divisor) ** 2 * squared_norm_of(given) if clips else None
+        squared_norm = (factor() / divisor) ** 2 * _squared_norm_of(given) if clips else None
         rank, size = session.ranks.rank_and_size()
         exchange = session.exchange
         number = exchange.begin(rank, size, float(scale), lr, factor(), squared_norm)
@@ -94,7 +110,7 @@ class Calls:
     def check_count(self, number: np.int64, ranks: np.ndarray) -> np.int64:
         """The number of a call, of which this many ranks take part. RuntimeError where some have
         joined."""
-        self._session.exchange.count(ranks.nbytes, ranks.nbytes)
+        self._session.exchange.count(ranks.nbytes)
         _, size = self._session.ranks.rank_and_size()
         gone = size - int(ranks[0])
         if gone:
@@ -103,18 +119,21 @@ class Calls:
 
     def submit(self, chain: Chain, call: int, *arrays: np.ndarray) -> List[np.ndarray]:
         """As of `GraphExchange`. arrays: gradients, and their squares where needed."""
-        grads, squares = self._of_types(chain, arrays)
-        return self._session.exchange.submit(chain.names, call, grads, squares)
-
-    def advance(self, chain: Chain, call: int, *brought: np.ndarray) -> Message:
-        return self._session.exchange.advance(chain.names, call, brought)
+        squares = [each.reshape(-1) for each in arrays[len(chain.names) :]]
+        grads, exchange = list(map(self._of_type, chain.variables, arrays)), self._session.exchange
+        return exchange.submit(chain.names, call, grads, squares, chain.sends_number)
 
     def finish(
         self, chain: Chain, call: int, reduced: np.ndarray, *brought: np.ndarray
     ) -> List[np.ndarray]:
         """As of `GraphExchange`. Returns results in the shapes of variables."""
-        results = self._session.exchange.finish(chain.names, call, reduced, brought)
-        return self._checked(chain, results)
+        exchange = self._session.exchange
+        results = exchange.finish(chain.names, call, reduced, brought)
+        for name, result, half in zip(chain.names, results, chain.halves):
+            # Those that are too large for float16 fail.
+            if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
+                exchange.fail(name)
+        return [its.reshape(each.shape) for each, its in zip(chain.variables, results)]
 
     def step_alone(self, chains: List[Chain], lr: float, *arrays: np.ndarray) -> List[np.ndarray]:
         """A whole step of all chains on a rank that is alone. arrays: as of `submit`, chain by
@@ -128,25 +147,16 @@ class Calls:
                 its[i] = np.array(its[i], wide).reshape(-1)
                 grads.append(its[i])
         clips = compressor.policy.clip_norm is not None
-        norm = squared_norm_of(grads) if clips else None
+        norm = _squared_norm_of(grads) if clips else None
         call = exchange.begin(0, 1, lr=float(lr), squared_norm=norm)
         results: List[np.ndarray] = []
         for chain, its in zip(chains, parts):
-            names, moved = chain.names, chain.variables[0].moved
             # All that the rank sends comes back to it.
-            array, *message = exchange.submit(names, call, *self._of_types(chain, its))
-            for _ in moved[1:]:
-                message = exchange.advance(names, call, message)
-            taken = exchange.finish(names, call, array, message)
-            results += self._checked(chain, taken)
+            array, *message = self.submit(chain, call, *its)
+            for _ in chain.variables[0].moved[1:]:
+                message = exchange.advance(chain.names, call, *message)
+            results += self.finish(chain, call, array, *message)
         return results
-
-    def _of_types(
-        self, chain: Chain, arrays: Sequence[np.ndarray]
-    ) -> Tuple[List[np.ndarray], List[np.ndarray]]:
-        """Gradients in the types in which the exchange takes them, and the squares behind them."""
-        squares = [each.reshape(-1) for each in arrays[len(chain.names) :]]
-        return list(map(self._of_type, chain.variables, arrays)), squares
 
     def _of_type(self, variable: Variable, grad: np.ndarray) -> np.ndarray:
         """The gradient in the type in which the exchange takes it."""
@@ -159,9 +169,23 @@ class Calls:
             self._session.tell_of_float32(variable.name)
         return narrow
 
-    def _checked(self, chain: Chain, results: List[np.ndarray]) -> List[np.ndarray]:
-        """Results in the shapes of variables. Those that are too large for float16 fail."""
-        for name, result, half in zip(chain.names, results, chain.halves):
-            if half and not kernels.of(result).max_abs([result])[0] < _INFINITE_HALF:
-                self._session.exchange.fail(name)
-        return [its.reshape(each.shape) for each, its in zip(chain.variables, results)]
+
+def with_denormals(
+    function: Callable[..., Sequence[np.ndarray]], *arguments: Any
+) -> Sequence[np.ndarray]:
+    """Calls a function with denormal numbers, which TensorFlow's threads treat as 0: results are
+    other frameworks', bit for bit."""
+    mode = kernels.cpu.flush_denormals(mode=0)
+    try:
+        return function(*arguments)
+    finally:
+        kernels.cpu.flush_denormals(mode=mode)
+
+
+def first_values(variable: Any) -> Any:
+    return tf.reshape(variable.read_value(), [-1])[:1000]
+
+
+def _squared_norm_of(grads: Iterable[np.ndarray]) -> float:
+    flat = [np.ascontiguousarray(grad, np.float32).reshape(-1) for grad in grads]
+    return sum(kernels.cpu.squared_norm(flat))

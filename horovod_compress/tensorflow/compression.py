@@ -10,11 +10,11 @@ from ..protocol.handshake import agree
 from ..session.choice import Choice, momentum_of, requested_compressor
 from .applied_gradients import refuse_unreduced
 from .checks import check_elastic, check_elastic_scale, check_options, check_scaler, tell_of_scaler
-from .graph import Graph
-from .graph_compression import GraphCompression
+from .graph import Graph, GraphCompression
 from .horovod_internals import loss_scaler
 from .optimizer import (
     SGD,
+    Serving,
     before_applying,
     check,
     is_plain_sgd,
@@ -25,7 +25,6 @@ from .optimizer import (
     watch_passes,
 )
 from .ranks import TensorFlowRanks
-from .served_optimizers import Serving
 
 
 class BoundCompression(GraphCompression):

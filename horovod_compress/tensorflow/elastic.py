@@ -21,8 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..session.elastic import Entry, Kept, evening_out
 from .compression import BoundCompression
-from .graph import Graph
-from .graph_compression import GraphCompression
+from .graph import GraphCompression
 from .horovod_internals import is_keras3
 from .optimizer import build, unwrapped
 from .unbound import UnboundCompression
@@ -33,13 +32,9 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 class _KeptGraph(Kept):
     """As of `Kept`, of gradients in graphs."""
 
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph.session)
-        self._variables = graph.variables
-
     def go_back_to(self, state: Dict[str, Any]) -> None:
         super().go_back_to(state)
-        self._variables.begin_anew(state["step"])
+        self._session.port.variables.begin_anew(state["step"])
 
 
 class _Keeping:
@@ -58,7 +53,7 @@ class _Keeping:
         }
         vars(self).update(compressions)
         self._entries: List[Entry] = [
-            Entry(_KeptGraph(compression._graph)) for compression in compressions.values()
+            Entry(_KeptGraph(compression._session)) for compression in compressions.values()
         ]
         return {name: value for name, value in keywords.items() if name not in compressions}
 

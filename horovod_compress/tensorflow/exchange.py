@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -14,23 +14,168 @@ from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
 from ..engine.dense_policy import go_dense
 from ..engine.driver import Driver, Transaction
+from ..engine.extension import Extension
 from ..engine.features import Features
 from ..engine.group import Group, form
 from ..engine.loss_scale import to_true_units
+from ..engine.step import GroupStep, end_step, group_step
 from ..engine.tensor import Tensor
 from ..protocol.handshake import check_step_numbers, first_difference, step_numbers
-from ..protocol.requests import Allgather, Allreduce
+from ..protocol.machine import Machine
+from ..protocol.requests import Allreduce, Alltoall, Collective, Final, StepNorm
 from ..protocol.wire import Steady
 from ..session.joined import error_of_joined
-from .messages import Message, empty, message_of
-from .pending import Pending
 
+# What an operation of a graph moves for a step: one array; of an alltoall the bytes and, int32, how
+# many go to each rank.
+Message = Sequence[np.ndarray]
+
+_NOTHING = np.empty(0, np.float32)
 _KEPT = 100  # calls of functions
 
 # Of tensors that go the same way in a call.
 Names = Tuple[str, ...]
 # A tensor's arrays, steps taken, dense until, shape.
 Saved = Tuple[Dict[str, np.ndarray], int, int, tuple]
+
+
+class Pending:
+    """A group's last step, until the next one of one of its tensors begins."""
+
+    def __init__(
+        self,
+        group: Group,
+        grads: List[np.ndarray],
+        call: int,
+        transaction: Transaction,
+        factor: float,
+    ) -> None:
+        self.group, self.grads, self.call = group, grads, call
+        # factor: what the reducer makes of a 1 on each rank.
+        self.transaction, self._factor = transaction, factor
+        # How many ranks there are.
+        self._size = 0
+        # Of tensors whose payloads the reducer takes: their steps, and the payloads' lengths.
+        self._carried: List[Tuple[GroupStep, int]] = []
+        # Of the others, what it waits for until it is finished, and whether that is the last.
+        self._step: Any = None
+        self._request: Any = None
+        self._last = True
+        # Of its last message, in a step with fewer than the graph has operations for.
+        self._arrived: Optional[Message] = None
+        # How many of its messages have been handed out, empty ones included.
+        self._stage = 0
+        # The step's number, where it has sent that and waits for the sum.
+        self._number: Optional[int] = None
+        self.finished = False
+
+    def begin(
+        self,
+        steps: Sequence[Step],
+        features: Callable[[Sequence[Tensor], Sequence[Step]], List[Extension]],
+        squared_norm: Optional[float],
+        sends_number: bool,
+    ) -> List[np.ndarray]:
+        """Begins the step; returns the array for the reducer, of no elements where it has nothing
+        to reduce, behind it the first message, and where it sends that, the step's number, empty
+        where that is not needed. features: those that tensors and their steps have to do with;
+        squared_norm: as of StepNorm."""
+        self._size = steps[0].size
+        parts: Dict[bool, List[Tuple[Tensor, np.ndarray, Step]]] = {}
+        for its in zip(self.group.tensors, self.grads, steps):
+            parts.setdefault(its[-1].dense, []).append(its)
+        arrays = []
+        for dense, part in parts.items():
+            tensors, grads, known = map(list, zip(*part))
+            step = group_step(self.group, tensors, grads, known, features(tensors, known))
+            request = step.send(None)
+            if isinstance(request, StepNorm):
+                request = step.send(squared_norm)
+            if self.group.carried or dense:
+                arrays.append(request.request.array)
+                self._carried.append((step, arrays[-1].size))
+            else:
+                self._step = step
+                self._wait_for(request)
+        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [_NOTHING])
+        handed_out = [array, *self._message()]
+        if sends_number:
+            self._number = steps[0].index if isinstance(self._request, Allreduce) else None
+            sent = np.empty(0, np.int64) if self._number is None else step_numbers(self._number)
+            self.group.tensors[0].count(Allreduce(sent))
+            handed_out.append(sent)
+        return handed_out
+
+    def advance(self, brought: Message) -> List[np.ndarray]:
+        """Brings what became of a message; returns the next one."""
+        self._compare_number(brought)
+        if self._last:
+            # Such a step has no more to send.
+            self._arrived = self._arrived or brought
+        else:
+            self._wait_for(self._step.send([_answer_of(self._request, brought)]))
+        return self._message()
+
+    def _compare_number(self, brought: Message) -> None:
+        """Raises as `check_step_numbers` does, where the step's number is behind a message."""
+        if self._number is not None:
+            number, self._number, size = self._number, None, self._size
+            check_step_numbers(
+                brought[-1], number, size, lambda count, why: error_of_joined(count, size, [], why)
+            )
+
+    def _wait_for(self, request: Any) -> None:
+        self._last = isinstance(request, Final)
+        requests = [request.request] if self._last else request
+        if len(requests) > 1:
+            raise RuntimeError(
+                f"{self.group.compressor.id}: tensors that go together ask for different "
+                "collectives, and a graph has one operation for all of them"
+            )
+        (self._request,) = requests
+
+    def _message(self) -> List[np.ndarray]:
+        """The message that the group's next operation is to move. RuntimeError where that is not
+        what the compressor has declared."""
+        first, stage, request = self.group.tensors[0], self._stage, self._request
+        expected = first.declared[stage : stage + 1]
+        self._stage += 1
+        # What arrived is of its last one.
+        if request is None or self._arrived:
+            # Of an alltoall, nothing to each of the ranks.
+            sizes = 0, self._size
+            return [np.zeros(size, dtype) for size, dtype in zip(sizes, dtypes_of(expected))]
+        if request.collective not in expected:
+            raise RuntimeError(
+                f"{first.compressor.id}: message {stage} of a step is "
+                f"{request.collective}, but `collectives` declares {first.declared}"
+            )
+        if isinstance(request, Alltoall):
+            return [request.array, np.array(request.splits, np.int32)]
+        return [request.array]
+
+    def finish(self, reduced: np.ndarray, brought: Message) -> List[np.ndarray]:
+        """Brings what the reducer made of its array, and what became of the last message; returns
+        the results, in the gradients' memory."""
+        self._compare_number(brought)
+        # Until the next step begins they would stay in memory.
+        results, self.grads = self.grads, []
+        note, end = self.transaction.note, 0
+        for step, length in self._carried:
+            begin, end = end, end + length
+            note(step.send((self._size, reduced[begin:end])).finite)
+        if self._request is not None:
+            arrived = _answer_of(self._request, self._arrived or brought)
+            note(self._step.send((self._factor, arrived)).finite)
+        self._request, self._arrived, self.finished = None, None, True
+        return results
+
+    def end(self) -> bool:
+        """Commits the step, or rolls it back. Returns whether it has succeeded."""
+        succeeded = self.transaction.finite and self.finished
+        for step in [each for each, _ in self._carried] + [self._step] * (self._step is not None):
+            end_step(step, succeeded)
+        return succeeded
 
 
 class GraphExchange(Driver):
@@ -41,14 +186,18 @@ class GraphExchange(Driver):
     finished before another is submitted. None of the methods waits. `submit` and `advance` return
     the message that an operation is to move next, as its tensors' `collectives` say (empty in a
     step that goes dense), and the next call for that group brings what came of it. The group of one
-    tensor, `sends_number`, also sends the step's number behind its first message, where there are
-    sums.
+    tensor also sends the step's number behind its first message, where there are sums.
     """
 
     def __init__(
-        self, compressor: Compressor, rank: int, size: int, dense_alone: bool = False
+        self,
+        compressor: Compressor,
+        rank: int,
+        size: int,
+        dense_alone: bool = False,
+        machine: Optional[Machine] = None,
     ) -> None:
-        super().__init__(compressor, rank, size, Features(dense_alone, _go_dense))
+        super().__init__(compressor, rank, size, Features(dense_alone, _go_dense), machine)
         # For what groups share; each group's own is in one thread at a time.
         self._lock = threading.Lock()
         self._calls = itertools.count()
@@ -59,9 +208,8 @@ class GraphExchange(Driver):
         self._pending: Dict[str, Pending] = {}
         self._indices: Dict[str, int] = {}  # steps each tensor has taken
         self.shapes: Dict[str, tuple] = {}
-        self.sends_number: Optional[str] = None
-        # Bytes through collectives.
-        self._sent = self._received = 0
+        # Bytes that no tensor counts, as many in as out.
+        self._uncounted = 0
         # By name, what a state that was loaded has of tensors that are not known yet.
         self.loaded: Dict[str, Saved] = {}
 
@@ -86,8 +234,6 @@ class GraphExchange(Driver):
                 del self._indices[name], self.shapes[name]
                 raise
             del self.loaded[name]
-        if self.sends_number is None and _adds_up(tensor):
-            self.sends_number = name
 
     def switch(self, *arguments: Any, **named: Any) -> None:
         # What was loaded for tensors that are not known yet goes on, too.
@@ -97,7 +243,6 @@ class GraphExchange(Driver):
         # Which hold on to tensors of before.
         self._begun.clear()
         self._groups.clear()
-        self.sends_number = next((tensor.name for tensor in self.tensors if _adds_up(tensor)), None)
 
     def groups(self, carriers: Dict[str, str]) -> List[Names]:
         """Groups of tensors that come in one call, {name: dtype of its carrier}."""
@@ -112,14 +257,11 @@ class GraphExchange(Driver):
         return [tuple(tensor.name for tensor in group.tensors) for group in formed]
 
     def _group(self, names: Names) -> Group:
-        group = self._groups.get(names)
-        if group is None:
-            tensors = [self.tensors[name] for name in names]
-            group = Group(tensors[0].declared[0].verb == "reducer", Steady())
-            for tensor in tensors:
-                group.add(tensor)
-            self._groups[names] = group
-        return group
+        if names not in self._groups:
+            # It has the last ones first, as `groups` has found it.
+            tensors = [self.tensors[name] for name in reversed(names)]
+            (self._groups[names],) = form(tensors, True, Steady, False)
+        return self._groups[names]
 
     def begin(
         self,
@@ -144,21 +286,27 @@ class GraphExchange(Driver):
             self._begun[call] = Transaction(), step, factor, squared_norm
             return call
 
-    def count(self, sent: int, received: int) -> None:
-        """Counts bytes through collectives."""
+    def count(self, nbytes: int) -> None:
+        """Counts bytes that are no tensor's, as many in as out."""
         with self._lock:
-            self._sent += sent
-            self._received += received
+            self._uncounted += nbytes
 
     def totals(self) -> Dict[str, float]:
-        moved = {"bytes_sent": self._sent, "bytes_received": self._received}
-        return {**super().totals(), **moved}
+        totals = super().totals()
+        totals["bytes_sent"] += self._uncounted
+        totals["bytes_received"] += self._uncounted
+        return totals
 
     def submit(
-        self, names: Names, call: int, grads: List[np.ndarray], squares: Sequence[Any] = ()
+        self,
+        names: Names,
+        call: int,
+        grads: List[np.ndarray],
+        squares: Sequence[Any] = (),
+        sends_number: bool = False,
     ) -> List[np.ndarray]:
         """Takes a group's flat float32 gradients into a step; returns the array for the reducer,
-        and behind it the first message.
+        behind it the first message, and where it sends that, the step's number.
 
         The gradients' memory belongs to the exchange until `finish`. squares: as in Step, of each
         tensor. Tensors that were never finished have their last step rolled back. RuntimeError
@@ -197,33 +345,22 @@ class GraphExchange(Driver):
         for tensor in group.tensors:
             self._indices[tensor.name], self._pending[tensor.name] = index + 1, pending
         transaction.tensors += group.tensors
-        array = pending.begin(steps, self.features.concerned, squared_norm)
+        handed_out = pending.begin(steps, self.features.concerned, squared_norm, sends_number)
         group.tensors[0].counters["encode_seconds"] += time.perf_counter() - started
-        handed_out = [array, *self._message(pending)]
-        if self.sends_number in names:
-            compares = isinstance(pending.request, Allreduce)
-            pending.compares = index if compares else None
-            number = Allreduce(step_numbers(index) if compares else np.empty(0, np.int64))
-            group.tensors[0].count(number)
-            self.count(number.array.nbytes, number.array.nbytes)
-            handed_out.append(number.array)
         return handed_out
 
-    def advance(self, names: Names, call: int, brought: Message) -> List[np.ndarray]:
+    def advance(self, names: Names, call: int, *brought: np.ndarray) -> List[np.ndarray]:
         """Brings what became of a message; returns the next one."""
-        pending = self._arrive(names, call, brought)
-        pending.advance(brought)
-        return self._message(pending)
+        return self._open(names, call).advance(brought)
 
     def finish(
         self, names: Names, call: int, reduced: np.ndarray, brought: Message = ()
     ) -> List[np.ndarray]:
         """Brings what the reducer made of its array, and what became of the last message; returns
         flat float32 results, in the memory of the gradients."""
-        pending = self._arrive(names, call, brought)
-        self.count(reduced.nbytes, reduced.nbytes)
+        pending = self._open(names, call)
         started = time.perf_counter()
-        results = pending.finish(reduced, brought, self.now.size)
+        results = pending.finish(reduced, brought)
         seconds = time.perf_counter() - started
         self.tensors[names[0]].counters["decode_seconds"] += seconds
         return results
@@ -239,7 +376,7 @@ class GraphExchange(Driver):
         pending = self._pending.get(name)
         return pending is not None and pending.call == call and pending.transaction.finite
 
-    def _arrive(self, names: Names, call: int, brought: Message) -> Pending:
+    def _open(self, names: Names, call: int) -> Pending:
         pending = self._pending.get(names[0])
         if pending is None or pending.call != call or pending.finished:
             raise RuntimeError(
@@ -247,35 +384,7 @@ class GraphExchange(Driver):
                 f"compression serves one model, and one step "
                 "at a time: make a compression for each tape or optimizer whose steps may overlap"
             )
-        if pending.compares is not None:
-            index, pending.compares = pending.compares, None
-            size = self.now.size
-            check_step_numbers(
-                brought[-1], index, size, lambda count, why: error_of_joined(count, size, [], why)
-            )
-        if brought:
-            gathered = isinstance(pending.request, Allgather)
-            self.count(0, brought[0].nbytes - (pending.sent if gathered else 0))
         return pending
-
-    def _message(self, pending: Pending) -> List[np.ndarray]:
-        """The message that the group's next operation is to move. RuntimeError where that is not
-        what the compressor has declared."""
-        first, stage = pending.group.tensors[0], pending.stage
-        expected = first.declared[stage : stage + 1]
-        pending.stage += 1
-        # What arrived is of its last one.
-        request = None if pending.arrived else pending.request
-        if request is None:
-            return empty(expected, self.now.size)
-        if request.collective not in expected:
-            raise RuntimeError(
-                f"{first.compressor.id}: message {stage} of a step is "
-                f"{request.collective}, but `collectives` declares {first.declared}"
-            )
-        pending.sent = request.array.nbytes
-        self.count(pending.sent, 0)
-        return message_of(request)
 
     def _end(self, name: str) -> None:
         """Ends the last step of a tensor, and those of its group then, where that has not happened
@@ -331,15 +440,11 @@ class GraphExchange(Driver):
     def _continue_from(self, saved: checkpoint.Saved) -> None:
         steps, shapes, arrays = saved.header["step"], saved.header["shapes"], saved.arrays
         dense_until = saved.header["dense_until"]
-        checkpoint.refuse(
-            first_difference(dict.fromkeys(arrays, "there"), dict.fromkeys(steps, "there"), "step")
-        )
-        unknown = {name: "there" for name in arrays if name not in self.tensors}
-        checkpoint.refuse(
-            first_difference(
-                unknown, {name: "there" for name in unknown if name in shapes}, "shapes"
-            )
-        )
+        unknown = [name for name in arrays if name not in self.tensors]
+        shaped = [name for name in unknown if name in shapes]
+        expected = {"step": dict.fromkeys(arrays), "shapes": dict.fromkeys(unknown)}
+        found = {"step": dict.fromkeys(steps), "shapes": dict.fromkeys(shaped)}
+        checkpoint.refuse(first_difference(expected, found))
         self.arrays()
         known = {name: arrays[name] for name in arrays if name in self.tensors}
         checkpoint.restore(self.tensors, known)
@@ -360,6 +465,27 @@ def _go_dense(group: Group, step: Step) -> Collection[str]:
     return () if isinstance(group.compressor, Wrapper) else go_dense(group, step)
 
 
-def _adds_up(tensor: Tensor) -> bool:
-    """Returns whether a step of this tensor has sums, which do not carry its number."""
-    return any(c.verb == "allreduce" and c.op == "sum" for c in tensor.declared)
+def first_with_sums(tensors: Iterable[Tensor]) -> Optional[str]:
+    """The name of the first tensor whose steps have sums, which do not carry a step's number: its
+    group sends that besides. None where there is none."""
+    adding = (each.name for each in tensors if any(its.op == "sum" for its in each.declared))
+    return next(adding, None)
+
+
+def dtypes_of(collectives: Sequence[Collective]) -> List[str]:
+    """The dtypes of the arrays in messages of these collectives. What the reducer reduces is in
+    none."""
+    return [
+        dtype
+        for c in collectives
+        if c.verb != "reducer"
+        for dtype in ((c.dtype, "int32") if c.verb == "alltoall" else (c.dtype,))
+    ]
+
+
+def _answer_of(request: Any, arrived: Message) -> Any:
+    """A request's result, from what its operation brought."""
+    if isinstance(request, Alltoall):
+        payload, splits = arrived[:2]
+        return np.split(payload, np.cumsum(splits)[:-1])
+    return arrived[0]

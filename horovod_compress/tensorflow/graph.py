@@ -3,33 +3,39 @@ over the exchange."""
 
 import contextlib
 import functools
+import math
 import weakref
-from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from ..protocol.requests import Collective
+from ..session.bound import Bound
 from ..session.choice import Choice
 from ..session.port import Port
 from ..session.session import Session
 from .applied_gradients import Served, may_see_gradients
-from .calls import Calls
+from .calls import Calls, Chain, first_values, with_denormals
 from .checks import ONE_PASS, tell_of_missing_gradients
-from .exchange import GraphExchange
-from .graph_operations import (
-    Chain,
-    Variable,
-    copied,
-    failed_with,
-    first_values,
-    python_operation,
-    read_and_clear,
-    with_denormals,
-)
+from .exchange import GraphExchange, dtypes_of, first_with_sums
 from .horovod_internals import (
     OfSavedModels,
+    Traces,
     divisor_of,
     lasting_variable,
     local_sources,
@@ -37,12 +43,9 @@ from .horovod_internals import (
     reduction_of,
     when_differentiated,
 )
-from .messages import dtypes_of
-from .optimizer import learning_rate_of, steps_of, tell_of_takeover
+from .optimizer import Serving, learning_rate_of, steps_of, tell_of_takeover
 from .ranks import TensorFlowRanks
-from .served_optimizers import Serving
-from .traces import Traces
-from .variables import Variables
+from .variables import Variable, Variables
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 _SUM = Collective("allreduce", "int64", "sum")
@@ -124,10 +127,8 @@ class Graph(Port):
         serving.takes_over = bool(choice.held)
 
     def make(self, choice: Choice) -> GraphExchange:
-        rank, size = self.ranks.rank_and_size()
-        exchange = GraphExchange(choice.compressor, rank, size, self.ranks.elastic)
-        exchange.tensors.machine = choice.machine
-        return exchange
+        ranks = self.ranks.rank_and_size()
+        return GraphExchange(choice.compressor, *ranks, self.ranks.elastic, choice.machine)
 
     def factor(self) -> Optional[float]:
         return self._serving.factor()
@@ -152,7 +153,7 @@ class Graph(Port):
             policy.clip_norm is not None,
             *(
                 (each.carried, each.moved, each.plain, each.kin, id(each.squares))
-                for each in self.variables
+                for each in self.variables.values()
             ),
         )
 
@@ -264,7 +265,7 @@ class Graph(Port):
         dense = [grad for grad, _ in pairs]
         with around.as_default():
             sparse = [grad for grad in grads if isinstance(grad, tf.IndexedSlices)]
-            sent = failed_with(sparse, dense, variables)
+            sent = _failed_with(sparse, dense, variables)
         with around.as_default(), tf.device("/cpu:0"):
             number, flat = self._begin_operation(pairs, scaler, [v.name for v in variables])
             if any(
@@ -302,34 +303,35 @@ class Graph(Port):
         places: Dict[str, int] = {}
         for place, variable in enumerate(variables):
             places.setdefault(variable.name, place)
-        groups = self.session.exchange.groups(
-            {name: variables[place].carried for name, place in places.items()}
-        )
+        exchange = self.session.exchange
+        groups = exchange.groups({name: variables[place].carried for name, place in places.items()})
+        first = first_with_sums(exchange.tensors)
         chains = []
         for names in groups:
             its = [places[name] for name in names]
             halves = [grads[place].dtype == tf.float16 for place in its]
-            chains.append((Chain([variables[place] for place in its], names, halves), its))
+            among = [variables[place] for place in its]
+            chains.append((Chain(among, names, halves, first in names), its))
         return chains
 
     def _exchanged(self, chain: Chain, number: Any, grads: List[Any], flat: List[Any]) -> List[Any]:
         """Adds the operations of a chain; returns its results, in the types of its gradients."""
         first, dtypes = chain.variables[0], [grad.dtype for grad in grads]
-        inputs = [number, *map(copied, grads, chain.variables, flat)]
-        inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
-        sends_number = self.session.exchange.sends_number in chain.names
-        made = [first.carried, *dtypes_of(first.moved[:1]), *["int64"] * sends_number]
-        dense, *message = python_operation(self.calls.submit, chain, inputs, made)
-        numbers = self._move(_SUM, [message.pop()], "step") if sends_number else []
+        inputs = [number, *map(_copied, grads, chain.variables, flat)]
+        inputs += [read for its in chain.variables for read in _read_and_clear(its.squares)]
+        made = [first.carried, *dtypes_of(first.moved[:1]), *["int64"] * chain.sends_number]
+        dense, *message = _python_operation(self.calls.submit, chain, inputs, made)
+        numbers = self._move(_SUM, [message.pop()], "step") if chain.sends_number else []
         for stage, collective in enumerate(first.moved):
             if stage:
                 inputs, made = [number, *message], dtypes_of([collective])
-                message = python_operation(self.calls.advance, chain, inputs, made)
+                advance = self.session.exchange.advance
+                message = _python_operation(advance, chain.names, inputs, made)
             moved = self._move(collective, message, f"{first.number}.{stage}")
             message, numbers = [*moved, *numbers], []
         (reduced,) = self._move(_REDUCER, [dense], str(first.number))
         made = [its.result for its in chain.variables]
-        results = python_operation(self.calls.finish, chain, [number, reduced, *message], made)
+        results = _python_operation(self.calls.finish, chain, [number, reduced, *message], made)
         when_differentiated(results[0], tell_of_missing_gradients)
         with tf.control_dependencies(results[:1]):
             # TensorFlow drops what is read and not used.
@@ -430,7 +432,7 @@ class Graph(Port):
             inputs = [learning_rate_of(optimizer)]
             for chain, places in chains:
                 inputs += [grads_and_vars[numbers[place]][0] for place in places]
-                inputs += [read for its in chain.variables for read in read_and_clear(its.squares)]
+                inputs += [read for its in chain.variables for read in _read_and_clear(its.squares)]
             step = functools.partial(
                 with_denormals, self.calls.step_alone, [its for its, _ in chains]
             )
@@ -445,3 +447,69 @@ class Graph(Port):
             result.set_shape(known[i].shape)
             changed[i] = result, grads_and_vars[i][1]
         return changed
+
+
+class GraphCompression(Bound):
+    """A compression whose payloads are moved by operations of graphs."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.session)
+        self._graph = graph
+        # Horovod's Compressor interface.
+        self.compress, self.decompress = graph.compress, graph.decompress
+
+    def __repr__(self) -> str:
+        return f"<{self._session.compressor!r} of {len(self._graph.variables)} variables>"
+
+    @property
+    def is_first(self) -> bool:
+        """True if this is the first rank of those that compress."""
+        ranks = self._graph.ranks
+        return ranks.included and ranks.process_set.rank() == 0
+
+
+def _python_operation(
+    function: Callable[..., Sequence[np.ndarray]], of: Any, inputs: List[Any], dtypes: List[str]
+) -> List[Any]:
+    """Adds an operation that calls function(of, arrays of the inputs…); returns its outputs, of
+    these dtypes."""
+    # It is not stateful: TensorFlow would run such operations one after the other, with a round
+    # over the network in between.
+    return tf.numpy_function(
+        functools.partial(with_denormals, function, of),
+        inputs,
+        list(map(tf.as_dtype, dtypes)),
+        stateful=False,
+    )
+
+
+def _copied(grad: Any, variable: Variable, flat: Any) -> Any:
+    """The gradient, flat, in memory that nobody else reads, because it is worked in: a copy only
+    where somebody holds it. Snapshot alone is not enough: TensorFlow computes it once for equal
+    gradients, and for all steps where they are constant. The shape comes from an operation that it
+    must run, and differs from those of other gradients to it. float64 stays what it is."""
+    grad = grad if variable.is_float64 else tf.cast(grad, tf.float32)
+    return tf.raw_ops.Snapshot(input=tf.reshape(grad, flat))
+
+
+def _failed_with(sparse: List[Any], grads: List[Any], variables: List[Variable]) -> List[Any]:
+    """The gradients of variables, the smallest of them nan where a sparse one has elements that are
+    not finite. Horovod gathers those by itself, and nobody will apply the step: a nan is how all
+    ranks learn that it is to be undone."""
+    values = [each.values for each in sparse if each.values.dtype.is_floating]
+    sizes = {i: size for i, v in enumerate(variables) if (size := math.prod(v.shape))}
+    if not values or not sizes:
+        return grads
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in values])
+    smallest, sent = min(sizes, key=lambda i: sizes[i]), list(grads)
+    sent[smallest] = tf.where(finite, grads[smallest], tf.constant(np.nan, grads[smallest].dtype))
+    return sent
+
+
+def _read_and_clear(squares: Any) -> List[Any]:
+    if squares is None:
+        return []
+    read = squares.read_value()
+    with tf.control_dependencies([read]):
+        squares.assign(tf.zeros_like(read))
+    return [read]

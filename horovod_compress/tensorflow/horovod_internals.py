@@ -4,6 +4,7 @@ function is traced."""
 
 import functools
 import inspect
+import weakref
 from typing import (
     Any,
     Callable,
@@ -287,11 +288,6 @@ def functions_under_trace() -> List[Any]:
     return [owner for owner in owners() if isinstance(owner, Function)]
 
 
-def trace_again(function: Any) -> None:
-    """Has a tf.function traced again when it is called next."""
-    function._function_cache.clear()
-
-
 def call_before(function: Any, owner: Hashable, hook: Callable[[], None]) -> None:
     """Has hook() called before each call of a tf.function. An owner has one hook."""
     hooks = vars(function).setdefault("_called_before", {})
@@ -305,3 +301,32 @@ def call_before(function: Any, owner: Hashable, hook: Callable[[], None]) -> Non
 
         function._call = after_hooks
     hooks[owner] = hook
+
+
+class Traces:
+    """The traced functions of a compression.
+
+    Attributes:
+        generation: how often traces have become void.
+    """
+
+    def __init__(self) -> None:
+        self._functions: "weakref.WeakSet[Any]" = weakref.WeakSet()
+        self.generation = 0
+
+    def note(self) -> None:
+        """Keeps the functions whose traces now get operations that depend on the compression."""
+        self._functions.update(functions_under_trace())
+
+    def note_exchange(self) -> None:
+        """The same for functions whose traces now get an exchange. Others that call these, which
+        are traced already, are noted when they do."""
+        self.note()
+        for function in functions_under_trace():
+            call_before(function, self, self.note_exchange)
+
+    def again(self) -> None:
+        """Has all of them traced again when they are called next."""
+        self.generation += 1
+        for function in self._functions:
+            function._function_cache.clear()

@@ -127,28 +127,27 @@ def leave_momentum(
     # Another compression's, where that serves other variables.
     base: Any = class_below(optimizer)
 
-    class PlainSteps(base):
-        # rate: the learning rate, in Keras 3.
-        def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
-            if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
-                return super().update_step(gradient, variable, *rate)
-            if lives_on():
-                super().update_step(tf.zeros_like(gradient), variable, *rate)
-            variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
+    # rate: the learning rate, in Keras 3.
+    def update_step(self: Any, gradient: Any, variable: Any, *rate: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
+            return base.update_step(self, gradient, variable, *rate)
+        if lives_on():
+            base.update_step(self, tf.zeros_like(gradient), variable, *rate)
+        variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
 
-        # The legacy optimizer's.
-        def _resource_apply_dense(
-            self, grad: Any, var: Any, apply_state: Optional[dict] = None
-        ) -> Any:
-            if not covers(var):
-                return super()._resource_apply_dense(grad, var, apply_state)
-            if lives_on():
-                super()._resource_apply_dense(tf.zeros_like(grad), var, apply_state)
-            key = var.device, var.dtype.base_dtype
-            rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
-            return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
+    # The legacy optimizer's.
+    def _resource_apply_dense(
+        self: Any, grad: Any, var: Any, apply_state: Optional[dict] = None
+    ) -> Any:
+        if not covers(var):
+            return base._resource_apply_dense(self, grad, var, apply_state)
+        if lives_on():
+            base._resource_apply_dense(self, tf.zeros_like(grad), var, apply_state)
+        key = var.device, var.dtype.base_dtype
+        rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
+        return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
 
-    become(optimizer, PlainSteps)
+    become(optimizer, base, update_step=update_step, _resource_apply_dense=_resource_apply_dense)
 
 
 def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -> None:
@@ -186,10 +185,9 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
     )
 
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return observe(getattr(super(watched, self), method)(*args, **kwargs))
+        return observe(getattr(own, method)(self, *args, **kwargs))
 
-    watched = type(own)(own.__name__, (own,), {method: compute})
-    become(optimizer, watched)
+    become(optimizer, own, **{method: compute})
 
 
 def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
@@ -209,21 +207,18 @@ def before_applying(optimizer: Any, change: Callable[[Any, Any], Any]) -> Type:
         changed = change(self, zip(grads, values_of(variables)))
         base.apply(self, [grad for grad, _ in changed], variables)
 
-    class Changing(base):
-        def get_config(self) -> Dict[str, Any]:
-            if is_horovods(self) and saved_by_keras():
-                warn_once(
-                    "a saved model's optimizer has no compression: hvd.load_model(path, "
-                    "compression=compression) gives it one again, and without compression= "
-                    "training goes on uncompressed. What ranks have not sent yet is in "
-                    "compression.state_dict()"
-                )
-            return super().get_config()
+    def get_config(self: Any) -> Dict[str, Any]:
+        if is_horovods(self) and saved_by_keras():
+            warn_once(
+                "a saved model's optimizer has no compression: hvd.load_model(path, "
+                "compression=compression) gives it one again, and without compression= "
+                "training goes on uncompressed. What ranks have not sent yet is in "
+                "compression.state_dict()"
+            )
+        return base.get_config(self)
 
-    step = apply if is_keras3(optimizer) else apply_gradients
-    setattr(Changing, step.__name__, step)
-    become(optimizer, Changing)
-    return Changing
+    step = {"apply": apply} if is_keras3(optimizer) else {"apply_gradients": apply_gradients}
+    return become(optimizer, base, get_config=get_config, **step)
 
 
 def build(optimizer: Any, variables: Any) -> None:
@@ -240,13 +235,12 @@ def _own_class(optimizer: Any) -> Type:
     return cls
 
 
-def become(optimizer: Any, cls: Any) -> None:
-    """Changes the class, because Horovod makes its own optimizer from that and the configuration,
-    or Horovod's base, where it has made its own. Under the old names, by which Keras saves it."""
-    base = cls.__base__
-    cls._bound_to_compression = True
+def become(optimizer: Any, base: Any, **members: Any) -> Type:
+    """Changes the class to one derived from `base`, with more members, because Horovod makes its
+    own optimizer from that and the configuration, or Horovod's base, where it has made its own.
+    Under the old names, by which Keras saves it. Returns the class."""
+    cls = type(base)(base.__name__, (base,), {"_bound_to_compression": True, **members})
     for name in (
-        "__name__",
         "__qualname__",
         "__module__",
         "__doc__",
@@ -260,3 +254,65 @@ def become(optimizer: Any, cls: Any) -> None:
         for each in (cls, tf.keras.utils.get_registered_object(registered)):
             tf.keras.utils.register_keras_serializable(package, name)(each)
     change_class_below(optimizer, cls)
+    return cls
+
+
+class Serving:
+    """The optimizers that a compression serves.
+
+    Attributes:
+        bound: the one that it is bound to; where a tape brings gradients, the one that applies
+            them.
+        is_bound: True once that is known, also where nobody knows it.
+        horovods: Horovod's, where gradients come from that.
+        cls: the class of optimizers that tell what they apply, and can leave momentum to the
+            compression.
+        watches: True where backward passes can be seen.
+        takes_over: True where an SGD's momentum is taken over.
+        lives_on: True where momentum that an SGD has gathered by itself still moves variables,
+            though it is taken over.
+        factor: returns what Horovod makes of a 1 on each rank; None until that is known.
+    """
+
+    def __init__(self) -> None:
+        self.bound: Any = None
+        self.is_bound = False
+        self.horovods: Any = None
+        self.cls: Optional[Type] = None
+        self.watches = self.takes_over = self.lives_on = False
+        self.factor: Callable[[], Any] = lambda: None
+
+    @property
+    def stepping(self) -> Any:
+        """The one that takes steps; None where it is not known."""
+        return self.horovods or self.bound
+
+    def gain(self, takes_over: bool) -> float:
+        """The sum that the optimizer's own momentum makes of a result of 1: 1/(1 − m), and 1
+        where it is taken over."""
+        optimizer = self.stepping
+        momentum = (
+            float(options_of(optimizer)["momentum"])
+            if isinstance(optimizer, SGD) and not takes_over
+            else 0.0
+        )
+        return 1 / (1 - momentum) if momentum < 1 else 1.0
+
+    def check(self, optimizer: Any, elastic: bool) -> None:
+        """ValueError where the compression is bound to another optimizer than Horovod's that
+        reduces."""
+        if optimizer is None or isinstance(optimizer, self.cls or ()):
+            return
+        if self.takes_over:
+            raise ValueError(
+                "this compression has taken over the momentum of another optimizer than the one it "
+                "serves, which would apply its own besides: "
+                "bind it to the optimizer that hvd.DistributedOptimizer gets, and make a new one "
+                "for each"
+            )
+        if elastic and self.cls:
+            raise ValueError(
+                "this compression is bound to another optimizer than the one it serves, which "
+                "would not apply what a rank that is left alone holds "
+                "back: bind it to the optimizer that hvd.DistributedOptimizer gets"
+            )

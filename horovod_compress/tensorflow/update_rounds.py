@@ -12,14 +12,11 @@ from ..session.choice import Choice
 from ..session.notices import warn_once
 from ..session.updates import Nesterov, average, compressor_for_updates, make_alike
 from .checks import check_options
-from .graph import Graph
-from .graph_compression import GraphCompression
-from .graph_operations import checksum
-from .horovod_internals import is_keras3, reducing, scaler_around
-from .keras3_updates import Kept
-from .optimizer import unwrapped
+from .graph import Graph, GraphCompression
+from .horovod_internals import is_keras3, reducing, scaler_around, values_of
+from .optimizer import Serving, unwrapped
 from .ranks import TensorFlowRanks
-from .served_optimizers import Serving
+from .variables import checksum
 
 
 class UpdateCompression(GraphCompression):
@@ -28,9 +25,7 @@ class UpdateCompression(GraphCompression):
 
     def __init__(self, spec: Any, options: Dict[str, Any], process_set: Any) -> None:
         self.ranks, self._options = TensorFlowRanks(process_set), options
-        serving = Serving()
-        serving.is_bound = True
-        super().__init__(Graph(self.ranks, spec, serving, self))
+        super().__init__(Graph(self.ranks, spec, Serving(), self))
 
     def _choose(self, spec: Any) -> Choice:
         compressor = compressor_for_updates(spec, hvd.rank())
@@ -40,13 +35,8 @@ class UpdateCompression(GraphCompression):
     def _agreed_scaler(self) -> None:
         """None: updates are not scaled, and each rank's loss scale is inside of its optimizer."""
 
-    def average(self, tensors: Dict[str, Any]) -> None:
-        average(self.ranks, tensors, self._mean)
-
-    def make_alike(self, method: str, sums: List[int], tensors: Dict[str, Any]) -> None:
-        make_alike(self.ranks, method, sums, tensors, self._mean)
-
-    def _mean(self, names: str, tensors: Dict[str, Any]) -> None:
+    def mean(self, names: str, tensors: Dict[str, Any]) -> None:
+        """As of `session.updates.Mean`."""
         for name, variable in tensors.items():
             wide = tf.cast(variable, _at_least_float32(variable))
             mean = hvd.allreduce(
@@ -91,13 +81,12 @@ class Rounds:
         self.compression = UpdateCompression(
             compression, {"every": every, "outer": repr(outer)}, process_set
         )
-        self._process_set = self.compression.ranks.process_set
+        self._ranks = self.compression.ranks
         self._optimizer, self._every, self._outer = optimizer, every, outer
-        own = unwrapped(optimizer)
         # Has variables of ours, with its own.
-        self._keeper = Kept(own) if is_keras3(own) else own
+        self._keeper = unwrapped(optimizer)
         with tf.init_scope():
-            self._reduce = reducing(self.compression, self._process_set)
+            self._reduce = reducing(self.compression, self._ranks.process_set)
         # References to variables that all ranks began with alike.
         self._known: Set[Any] = set()
         # Variables whose updates are exchanged, by reference.
@@ -123,26 +112,33 @@ class Rounds:
     @property
     def _alone(self) -> bool:
         """True if there is nothing to exchange: a rank alone has its variables already."""
-        ranks = self._process_set
-        return not ranks.included() or self._outer is None and ranks.size() == 1
+        ranks = self._ranks
+        return not ranks.included or self._outer is None and ranks.process_set.size() == 1
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes what is kept for the optimizer's variables."""
         if self._shared or self._momenta:
             return
         if self._outer is not None:
-            self._momenta = {
-                v.ref(): self._keeper.add_variable(
-                    v.shape, _at_least_float32(v), "zeros", f"outer/{v.name.split(':')[0]}"
-                )
-                for v in variables
-            }
+            for variable in variables:
+                name = f"outer/{variable.name.split(':')[0]}"
+                momentum = self._variable(variable.shape, _at_least_float32(variable), name)
+                self._momenta[variable.ref()] = momentum
         if self._every > 1:
-            self._local_steps = self._keeper.add_variable([], tf.int64, "zeros", "local_steps")
-            self._shared = {
-                v.ref(): self._keeper.add_variable_from_reference(v, "shared", initial_value=v)
-                for v in variables
-            }
+            self._local_steps = self._variable([], tf.int64, "local_steps")
+            for variable in variables:
+                kept = self._keeper.add_variable_from_reference(variable, "shared")
+                (self._shared[variable.ref()],) = values_of([kept])
+                self._shared[variable.ref()].assign(variable)
+
+    def _variable(self, shape: Any, dtype: tf.DType, name: str) -> tf.Variable:
+        """A variable of zeros among the optimizer's."""
+        if is_keras3(self._keeper):
+            name = name.replace("/", "_")
+        kept = self._keeper.add_variable(
+            shape=shape, dtype=dtype.name, initializer="zeros", name=name
+        )
+        return values_of([kept])[0]
 
     def step(
         self, taker: Any, local_step: Callable[[], Any], grads_and_vars: List[Tuple[Any, Any]]
@@ -162,10 +158,12 @@ class Rounds:
                 "hvdc.UpdateOptimizer(keras.mixed_precision.LossScaleOptimizer(optimizer))"
             )
         if self._alone:
-            return self._own(local_step)
+            with self._at_work():
+                return local_step()
         variables = self._begin_alike(grads_and_vars)
         shared = self._begin_round(variables)
-        result = self._own(local_step)
+        with self._at_work():
+            result = local_step()
         if self._every == 1:
             self._exchange(variables, shared)
         else:
@@ -173,10 +171,12 @@ class Rounds:
             tf.cond(taken >= self._every, lambda: self._exchange(variables, shared), tf.no_op)
         return result
 
-    def _own(self, local_step: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within it the optimizer itself is at work."""
         before, self._inside = self._inside, True
         try:
-            return local_step()
+            yield
         finally:
             self._inside = before
 
@@ -190,14 +190,12 @@ class Rounds:
             return
         variables = [ref.deref() for ref in self._moving]
         before = [checksum(variable) for variable in variables]
-        self._inside = True
-        try:
+        with self._at_work():
             yield
-        finally:
-            self._inside = False
         after = [checksum(variable) for variable in variables]
         if after != before:
-            self.compression.make_alike(method, after, _numbered(variables))
+            tensors = _numbered(variables)
+            make_alike(self._ranks, method, after, tensors, self.compression.mean)
 
     def _begin_alike(self, grads_and_vars: List[Tuple[Any, Any]]) -> List[Any]:
         """Gives all ranks rank 0's values of variables that have not been here before, and of what
@@ -211,7 +209,7 @@ class Rounds:
                 both = (self._shared, self._momenta)
                 kept = [its[ref] for its in both for ref in refs if ref in its]
                 # Schedules of the learning rate follow the steps.
-                counted = [self._keeper.iterations]
+                counted = values_of([self._keeper.iterations])
                 counted += [] if self._local_steps is None else [self._local_steps]
                 self.compression.take_from_first([*new, *kept, *counted])
                 if self.local_steps:
@@ -266,12 +264,11 @@ class Rounds:
         rank has taken no step yet."""
         # All but what ranks have alike.
         alike = {variable.ref() for variable in (*self._shared.values(), *self._momenta.values())}
-        kept = self._keeper.variables()
-        self.compression.average(
-            _numbered(
-                v for v in kept if v.dtype.is_floating and v.shape.rank and v.ref() not in alike
-            )
-        )
+        kept = self._keeper.variables
+        # A method, in legacy ones.
+        kept = values_of(kept() if callable(kept) else kept)
+        differ = (v for v in kept if v.dtype.is_floating and v.shape.rank and v.ref() not in alike)
+        average(self._ranks, _numbered(differ), self.compression.mean)
 
     def _exchange(self, variables: List[Any], shared: List[Any]) -> Any:
         """Makes the variables what all ranks shared before, and the mean of what they have added

@@ -2,7 +2,7 @@
 of gradients."""
 
 import functools
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import tensorflow as tf
 
@@ -10,9 +10,15 @@ from ..compressors.advice import ADAM
 from ..session.notices import warn_once
 from ..session.ranks import is_elastic
 from ..session.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
-from . import keras3_updates
 from .adam import AdamW
-from .horovod_internals import KERAS, is_horovods, is_keras3, is_optimizer, saved_by_keras
+from .horovod_internals import (
+    KERAS,
+    is_horovods,
+    is_keras3,
+    is_optimizer,
+    saved_by_keras,
+    values_of,
+)
 from .optimizer import become, build, unwrapped
 from .update_rounds import Rounds, refuse_averages
 
@@ -71,10 +77,8 @@ def UpdateOptimizer(
     if isinstance(unwrapped(optimizer), AdamW):
         check_ranks_of_set(unwrapped(optimizer).ranks, process_set)
     _check(optimizer, every > 1 or outer is not None)
-    become(
-        optimizer,
-        _exchanging(optimizer, Rounds(optimizer, compression, every, outer, process_set)),
-    )
+    rounds = Rounds(optimizer, compression, every, outer, process_set)
+    become(optimizer, type(optimizer), **_members(optimizer, rounds))
     return optimizer
 
 
@@ -107,8 +111,9 @@ def _check(optimizer: Any, keeps: bool) -> None:
         )
 
 
-def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
-    """A class for the optimizer, whose steps are those of its own class within rounds."""
+def _members(optimizer: Any, rounds: Rounds) -> Dict[str, Any]:
+    """Members of a class for the optimizer, whose steps are those of its own class within
+    rounds."""
     base: Any = type(optimizer)
     of_all = {*dir(tf.keras.optimizers.Optimizer), *dir(tf.keras.optimizers.legacy.Optimizer)}
     frameworks = ("keras", "tf_keras", "tensorflow", "horovod", "horovod_compress")
@@ -123,8 +128,8 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
         return base.get_config(self)
 
     others = methods_of(base, of_all, frameworks)
-    members = {
-        **(keras3_updates.steps_in if is_keras3(optimizer) else _steps_in)(base, rounds),
+    return {
+        **(_steps_in_keras3 if is_keras3(optimizer) else _steps_in)(base, rounds),
         "take_part": rounds.take_part,
         "average_state": rounds.average_state,
         **{name: _watched(getattr(base, name), rounds) for name in others},
@@ -132,11 +137,10 @@ def _exchanging(optimizer: Any, rounds: Rounds) -> Any:
         "compression": property(lambda self: rounds.compression),
         "local_steps": property(lambda self: rounds.local_steps),
     }
-    return type(base)(base.__name__, (base,), members)
 
 
 def _steps_in(base: Any, rounds: Rounds) -> Dict[str, Any]:
-    """As of `keras3_updates.steps_in`, for Keras 2."""
+    """As of `_steps_in_keras3`, for Keras 2."""
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,24 +174,30 @@ def _watched(method: Callable[..., Any], rounds: Rounds) -> Callable[..., Any]:
     return call
 
 
-class ShareUpdates(tf.keras.callbacks.Callback):
-    """Has ranks exchange what local steps have added since the last exchange of an UpdateOptimizer
-    before the model is evaluated, and at the end of each epoch: what is measured and saved are then
-    variables that all ranks share. For `every` above 1; before callbacks that save, in their
-    list."""
+def _steps_in_keras3(base: Any, rounds: Rounds) -> Dict[str, Any]:
+    """Methods of a class derived from `base`, that of an optimizer: its steps are those of `base`
+    within rounds."""
 
-    def _share(self) -> None:
-        optimizer = self.model.optimizer
-        if not hasattr(optimizer, "take_part"):
-            raise ValueError(
-                f"ShareUpdates is for models whose optimizer is an hvdc.UpdateOptimizer, and this "
-                f"one's is {type(optimizer).__name__}"
-            )
-        if optimizer.local_steps:  # alike on all ranks
-            optimizer.take_part()
+    def build(self: Any, variables: Sequence[Any]) -> None:
+        base.build(self, variables)
+        if rounds.keeps:
+            rounds.build(values_of(variables))
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._share()
+    # All ways to take a step lead here.
+    @tf.autograph.experimental.do_not_convert
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Optional[Any] = None) -> None:
+        variables = list(trainable_variables or self._trainable_variables)
+        with tf.init_scope():
+            if not self.built:
+                self.build(variables)
+            elif rounds.keeps:
+                # It was built before it exchanged.
+                rounds.build(values_of(self._trainable_variables))
+        pairs = list(zip(grads, values_of(variables)))
+        rounds.step(self, lambda: base.apply(self, grads, variables), pairs)
+        for variable in variables:
+            # Which TensorFlow's variable does not know.
+            if getattr(variable, "constraint", None) is not None:
+                variable.assign(variable.constraint(variable))
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._share()
+    return {"build": build, "apply": apply}

@@ -1,42 +1,56 @@
 """Variables become known when their gradients are traced, on all ranks at once."""
 
 import collections
+import dataclasses
 import itertools
-from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple
+import zlib
+from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 
 import tensorflow as tf
 
 from ..engine.handover import DEBT
 from ..protocol.handshake import agree
+from ..protocol.requests import Collective
 from ..session.session import Session
-from .graph_operations import Variable, identified
 from .horovod_internals import lasting_variable
 
 
-class Variables:
-    """The variables of a compression.
+@dataclasses.dataclass(eq=False)
+class Variable:
+    """A variable whose gradients are compressed."""
+
+    name: str
+    # In the order in which they became known: alike on all ranks, as names need not be.
+    number: int
+    shape: Tuple[int, ...]
+    # Whether its gradients are.
+    is_float64: bool = False
+    carried: str = "float32"  # dtype of what the reducer reduces
+    result: str = "float32"  # dtype of gradients in the exchange, and of its results
+    # Those of the messages that travel beside it.
+    moved: Sequence[Collective] = ()
+    # Whether nothing is done to its gradients, so that Horovod may reduce them by itself.
+    plain: bool = False
+    # Alike for variables whose gradients go the same way.
+    kin: int = 0
+    # A tf.Variable, the sum of its passes' squared gradients, where moments=microbatch.
+    squares: Any = None
+    # Whether one of its passes was traced.
+    observed: bool = False
+
+
+class Variables(Dict[Any, Variable]):
+    """The variables of a compression, by the keys of `_identified`.
 
     Attributes:
         loaded: True where variables that become known have to be in a state that was loaded.
     """
 
     def __init__(self, session: Session) -> None:
+        super().__init__()
         self._session = session
-        self._known: Dict[Any, Variable] = {}  # by key, see `identified`
         self._numbers: Dict[str, int] = {}  # of variables, by name
         self.loaded = False
-
-    def __iter__(self) -> Iterator[Variable]:
-        return iter(self._known.values())
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def __contains__(self, reference: Any) -> bool:
-        return reference in self._known
-
-    def __getitem__(self, reference: Any) -> Variable:
-        return self._known[reference]
 
     def register(self, pairs: List[Tuple[Any, Any]]) -> List[Variable]:
         """The Variable of each (gradient, source). New ones become known on all ranks at once."""
@@ -45,11 +59,11 @@ class Variables:
         )
         self._session.handshake()
         keys, new = [], {}
-        names = {variable.name for variable in self}
+        names = {variable.name for variable in self.values()}
         for i, (grad, source) in enumerate(pairs):
-            key, name, shape = identified(i, grad, source)
+            key, name, shape = _identified(i, grad, source)
             keys.append(key)
-            if key not in self._known and key not in new:
+            if key not in self and key not in new:
                 if not grad.dtype.is_floating:
                     raise TypeError(
                         f"{name}: gradients of {grad.dtype.name} cannot be compressed; real "
@@ -62,20 +76,20 @@ class Variables:
                 )
                 names.add(name)
                 new[key] = name, shape, grad.dtype == tf.float64
-            elif key in self._known and self._known[key].shape != shape:
+            elif key in self and self[key].shape != shape:
                 raise ValueError(
-                    f"{name} has the shape {shape} and had {self._known[key].shape} before: "
+                    f"{name} has the shape {shape} and had {self[key].shape} before: "
                     f"residuals are kept for variables, or tensors of one shape"
                 )
         if new:
             self._make_known(new)
         for key, times in collections.Counter(keys).items():
-            if times > 1 and not self._known[key].plain:
+            if times > 1 and not self[key].plain:
                 raise ValueError(
-                    f"{self._known[key].name} is twice among the variables of one call, and "
+                    f"{self[key].name} is twice among the variables of one call, and "
                     f"what is kept of its gradients would be used twice: give each variable once"
                 )
-        return [self._known[key] for key in keys]
+        return [self[key] for key in keys]
 
     def _make_known(self, new: Dict[Any, Tuple[str, Tuple[int, ...], bool]]) -> None:
         """Adds variables, {key: (name, shape, whether it is of float64)}, with the state that was
@@ -97,8 +111,8 @@ class Variables:
         for key, (name, shape, is_float64) in new.items():
             session.exchange.add(name, shape, session.compressor)
             number = self._numbers.setdefault(name, len(self._numbers))
-            self._known[key] = Variable(name, number, shape, is_float64)
-            self._describe(self._known[key])
+            self[key] = Variable(name, number, shape, is_float64)
+        self.describe()
         session.meet()
         if ranks.elastic and not self.expected():
             # What becomes known from now on does so on all ranks.
@@ -107,31 +121,31 @@ class Variables:
     def expected(self) -> Set[str]:
         """The names of variables that a state was loaded for, and that no trace has brought."""
         exchange = self._session.exchange
-        return (exchange.shapes.keys() | exchange.loaded.keys()) - {each.name for each in self}
+        return (exchange.shapes.keys() | exchange.loaded.keys()) - {
+            each.name for each in self.values()
+        }
 
     def describe(self) -> None:
         """Has all say what traces have to know of their compressors now."""
-        for variable in self:
-            self._describe(variable)
-
-    def _describe(self, variable: Variable) -> None:
         exchange, policy = self._session.exchange, self._session.compressor.policy
-        tensor = exchange.tensors[variable.name]
-        first = tensor.declared[0]
-        variable.carried, variable.moved = (
-            (first.dtype, ()) if first.verb == "reducer" else ("float32", tensor.declared)
-        )
-        if variable.is_float64 and exchange.tensors.carries_float64(variable.name):
-            variable.carried = "float64"
-        clips = policy.clip_norm is not None
-        dense = not variable.moved and variable.carried != "float16" and not clips
-        # What is owed of earlier gradients is added to the next one.
-        owes = DEBT in tensor.state.arrays
-        variable.plain, variable.kin = dense and not owes, tensor.kin
-        if tensor.compressor.policy.moments != "microbatch":
-            variable.squares, variable.observed = None, False
-        elif variable.squares is None:
-            variable.squares = lasting_variable(variable.shape, tf.float32)
+        for variable in self.values():
+            tensor = exchange.tensors[variable.name]
+            first = tensor.declared[0]
+            variable.carried, variable.moved = (
+                (first.dtype, ()) if first.verb == "reducer" else ("float32", tensor.declared)
+            )
+            variable.result = "float32"
+            if variable.is_float64 and exchange.tensors.carries_float64(variable.name):
+                variable.carried = variable.result = "float64"
+            clips = policy.clip_norm is not None
+            dense = not variable.moved and variable.carried != "float16" and not clips
+            # What is owed of earlier gradients is added to the next one.
+            owes = DEBT in tensor.state.arrays
+            variable.plain, variable.kin = dense and not owes, tensor.kin
+            if tensor.compressor.policy.moments != "microbatch":
+                variable.squares, variable.observed = None, False
+            elif variable.squares is None:
+                variable.squares = lasting_variable(variable.shape, tf.float32)
 
     def begin_anew(self, names: Iterable[str]) -> None:
         """After the exchange has gone back to a state. names: in the order in which rank 0 came to
@@ -139,7 +153,7 @@ class Variables:
         self.loaded = bool(self.expected())
         for name in names:
             self._numbers.setdefault(name, len(self._numbers))
-        for variable in self:
+        for variable in self.values():
             if variable.squares is not None:
                 variable.squares.assign(tf.zeros(variable.shape))
 
@@ -160,3 +174,22 @@ class Variables:
                 variable.squares.assign_add(tf.square(tf.cast(grad, tf.float32)))
                 variable.observed = True
         return grads_and_vars
+
+
+def _identified(i: int, grad: Any, source: Any) -> Tuple[Any, str, Tuple[int, ...]]:
+    """(key, name, shape) of the source, at position i, of a gradient: variables are known by
+    themselves, other tensors by position."""
+    is_variable = isinstance(source, tf.Variable)
+    name = source.name.split(":")[0] if is_variable else f"source_{i}"
+    shape = (source if is_variable else grad).shape
+    if not shape.is_fully_defined():
+        raise ValueError(
+            f"{name}: its shape, {shape}, must be known when it is traced: what it holds is kept "
+            f"from step to step"
+        )
+    return source.ref() if is_variable else i, name, tuple(shape)
+
+
+def checksum(variable: Any) -> int:
+    """Of all its values."""
+    return zlib.crc32(variable.numpy().tobytes())

@@ -89,7 +89,7 @@ NAMED_IN = {
     "recording": {
         "session/bound.py",
         "session/session.py",
-        "tensorflow/recording.py",
+        "tensorflow/callbacks.py",
         "tools/report.py",
     },
 }
@@ -150,7 +150,7 @@ def methods_of(key, known):
 LIMITS = {"compressors": (360, 38, 5), None: (400, 30, 2)}
 # Those that are larger, and may not grow.
 LARGER = {
-    "GraphExchange": (450, 37, 1),
+    "GraphExchange": (410, 35, 1),
     "HostParts": (310, 33, 2),
     "_CountedStep": (225, 21, 3),
 }

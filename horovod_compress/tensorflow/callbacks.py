@@ -1,5 +1,5 @@
-"""A compression's state in files, one a rank or one for all, next to what Keras' ModelCheckpoint
-saves."""
+"""Callbacks of Keras: a compression's state in files, one a rank or one for all, next to what
+Keras' ModelCheckpoint saves; records of steps; updates that are shared before others look."""
 
 import json
 import os
@@ -8,10 +8,37 @@ from typing import Any, Dict, Union
 
 import horovod.tensorflow as hvd
 import numpy as np
+import tensorflow as tf
 
-from .applied_gradients import TellsOfIdling
+from ..engine.recording import Destination
+from ..session.notices import warn_once
+from ..session.unbound import Unbound
 from .compression import BoundCompression
+from .horovod_internals import compression_given_to
+from .optimizer import unwrapped
 from .unbound import UnboundCompression
+
+
+class TellsOfIdling(tf.keras.callbacks.Callback):
+    """Warns once where a compression has taken no step in an epoch, and the model's optimizer has
+    another one, or none."""
+
+    def __init__(self, compression: Any) -> None:
+        super().__init__()
+        self._compression, self._steps = compression, 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        given = self._compression
+        bound = given.the_only() if isinstance(given, Unbound) else given
+        before, self._steps = self._steps, sum(bound._session.exchange.steps_taken().values())
+        optimizer = unwrapped(getattr(self.model, "optimizer", None))
+        its = compression_given_to(optimizer), getattr(optimizer, "compression", None)
+        if bound._session.ranks.active and self._steps == before and given not in its:
+            warn_once(
+                f"{given!r} has compressed nothing in a whole epoch, and the model's "
+                "optimizer does not have it. What hvd.load_model(path) makes has none, whatever "
+                "was saved: say hvd.load_model(path, compression=compression)"
+            )
 
 
 class StateCheckpoint(TellsOfIdling):
@@ -64,6 +91,61 @@ class StateCheckpoint(TellsOfIdling):
     def _file(self, path: str) -> str:
         path = os.path.expanduser(path)
         return f"{path}.npz" if self._portable else f"{path}.rank{hvd.rank()}.npz"
+
+
+class RecordSteps(TellsOfIdling):
+    """compression.record(to, every, by_tensor), for model.fit: tells the recorder when a batch has
+    ended.
+
+    Where one execution takes several steps (steps_per_execution), the last one counts.
+
+    Args:
+        compression: the one that Horovod's optimizer got.
+        to: as of `BoundCompression.record`.
+        every: as of `BoundCompression.record`.
+        by_tensor: as of `BoundCompression.record`.
+    """
+
+    def __init__(
+        self,
+        compression: BoundCompression,
+        to: Destination,
+        every: int = 10,
+        by_tensor: bool = False,
+    ) -> None:
+        super().__init__(compression)
+        self._options = to, every, by_tensor
+        # A Recorder, once training has begun.
+        self._recorder: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._recorder = self._recorder or self._compression.record(*self._options)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._recorder.step_ended()
+
+
+class ShareUpdates(tf.keras.callbacks.Callback):
+    """Has ranks exchange what local steps have added since the last exchange of an UpdateOptimizer
+    before the model is evaluated, and at the end of each epoch: what is measured and saved are then
+    variables that all ranks share. For `every` above 1; before callbacks that save, in their
+    list."""
+
+    def _share(self) -> None:
+        optimizer = self.model.optimizer
+        if not hasattr(optimizer, "take_part"):
+            raise ValueError(
+                f"ShareUpdates is for models whose optimizer is an hvdc.UpdateOptimizer, and this "
+                f"one's is {type(optimizer).__name__}"
+            )
+        if optimizer.local_steps:  # alike on all ranks
+            optimizer.take_part()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._share()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._share()
 
 
 def _write(file: str, state: Dict[str, Any]) -> None:
