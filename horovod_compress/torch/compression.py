@@ -12,8 +12,7 @@ from ..protocol.wire import WireError
 from ..session.lifecycle import SYNCHRONIZE_FIRST, Event, State
 from ..torch_common.gradient_compression import GradientCompression, check_types
 from ..torch_common.parameters import NamedParameters, Slot, flat, is_sparse, named
-from ..torch_common.steps import Steps
-from . import horovod_internals, parameter_conflicts
+from . import horovod_internals
 from .ranks import TorchRanks
 from .served_optimizer import ServedOptimizer
 from .transport import sleep_until_over
@@ -63,10 +62,9 @@ class BoundCompression(GradientCompression):
         # Horovod's optimizer also reduces in a process set of one rank.
         ranks.active = ranks.included and (hvd.size() > 1 or ranks.elastic)
         pairs = named(optimizer, named_parameters)
-        self._serving = ServedOptimizer(self, ranks)
-        steps = Steps(self._serving, ranks, spec, optimizer, pairs, grad_scaler, discardable)
-        self._serving.steps = steps
-        super().__init__(steps)
+        arguments = spec, optimizer, pairs, grad_scaler, discardable
+        self._serving = ServedOptimizer(self, ranks, *arguments)
+        super().__init__(self._serving.steps)
         # With the version of its gradient, until the first result of the step comes.
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
@@ -76,13 +74,6 @@ class BoundCompression(GradientCompression):
         self._announce: Optional[Callable[[], None]] = None
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
-        if ranks.active:
-            parameter_conflicts.not_used_yet.add(self)
-
-    def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begins to serve Horovod's optimizer, which was given this compression: see
-        `ServedOptimizer.begin`."""
-        self._serving.begin(optimizer)
 
     # -- Horovod's interface
 
@@ -91,21 +82,20 @@ class BoundCompression(GradientCompression):
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a
         context."""
-        steps = self._steps
+        steps, serving = self._steps, self._serving
         if steps.optimizer is None:
-            self._serving.begin(horovod_internals.optimizer_of(self))
+            serving.begin(horovod_internals.optimizer_of(self))
         exchange = self._session.exchange
         if not exchange.under_way:
             self._begin_step()
         slot = steps.slots.find(tensor, horovod_internals.parameter_under_way)
-        if slot.name in self._serving.foreign:
+        if slot.name in serving.foreign:
             raise ValueError(
                 f"{slot.name} is a parameter of another optimizer of Horovod's than the one that "
                 "this compression serves: make a compression for each, or give both the same one, "
                 "made without optimizer and parameters, of which each gets its own"
             )
-        serving = self._serving
-        if serving.sharing and (why := parameter_conflicts.why_shared(serving, slot)):
+        if serving.sharing and (why := serving.why_shared(slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.
             tensor = tensor.clone()
