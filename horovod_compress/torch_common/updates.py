@@ -316,12 +316,8 @@ class UpdatingOptimizer(OptimizerAround):
                 f"after an exchange"
             )
         momentum = {name: its.clone() for name, its in self._momenta().items()}
-        if portable:
-            momentum = {
-                each.name: like(momentum[each.name], each.param)
-                for each in self._parameters
-                if each.name in momentum
-            }
+        for each in self._parameters if portable and momentum else ():
+            momentum[each.name] = like(momentum[each.name], each.param)
         kept = {
             "compression": self.compression.state_dict(portable),
             "local_steps": local_steps,
