@@ -13,7 +13,6 @@ from ..compressors.base import Compressor
 from ..session.auto import auto_of
 from ..session.unbound import NotBoundError, Unbound
 from ..torch_common.optimizers import before_closures
-from ..torch_common.steps import refuse_begun_within_step
 from . import horovod_internals
 from .compression import BoundCompression
 
@@ -161,7 +160,7 @@ class AutoCompression(UnboundCompression):
             "none", process_set=process_set, grad_scaler=grad_scaler, discardable=discardable
         )
         asked = {"candidates": candidates, "probe_steps": probe_steps, "margin": margin}
-        self._asked = auto_of({"id": "auto", **asked}, refuse_begun_within_step)
+        self._asked = auto_of({"id": "auto", **asked})
 
     def _made_again(self) -> Tuple[Any, ...]:
         return functools.partial(type(self), **dataclasses.asdict(self._asked), **self._options), ()

@@ -6,8 +6,9 @@ import torch
 
 from ..compressors import get_compressor
 from ..engine.record_types import Plan
+from ..session.auto import refuse_begun_within_step
 from ..session.bound import Bound
-from .steps import Steps, refuse_begun_within_step
+from .steps import Steps
 
 
 class GradientCompression(Bound):

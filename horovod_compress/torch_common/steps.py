@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Pr
 
 import torch
 
-from ..compressors.base import NO_RATE, Compressor
+from ..compressors.base import NO_RATE
 from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
 from ..kernels.landing import landing
@@ -451,16 +451,6 @@ def bring_means(exchange: Exchange, ranks: Any, carriers: Dict[str, Any]) -> Non
         if name in waits:
             waits[name]()
         exchange.finish(name, carrier, now=False)
-
-
-def refuse_begun_within_step(compressor: Compressor) -> None:
-    """ValueError where an algorithm has to see a forward pass before the first gradient."""
-    moments = compressor.policy.moments
-    if moments != "minibatch":
-        raise ValueError(
-            f"moments={moments} cannot begin at a step's first gradient: call "
-            f"compression.switch(spec) without at, before the step's forward pass"
-        )
 
 
 def _options(optimizer: Optional[torch.optim.Optimizer]) -> Dict[str, Dict[str, Any]]:
