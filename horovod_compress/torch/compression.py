@@ -3,7 +3,6 @@
 import itertools
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
@@ -57,10 +56,8 @@ class BoundCompression(GradientCompression):
         grad_scaler: Any = None,
         discardable: bool = False,
     ) -> None:
-        ranks = self._ranks = TorchRanks(process_set)
+        ranks = self._ranks = TorchRanks(process_set, reduced=True)
         check_types(optimizer, grad_scaler)
-        # Horovod's optimizer also reduces in a process set of one rank.
-        ranks.active = ranks.included and (hvd.size() > 1 or ranks.elastic)
         pairs = named(optimizer, named_parameters)
         arguments = spec, optimizer, pairs, grad_scaler, discardable
         self._serving = ServedOptimizer(self, ranks, *arguments)

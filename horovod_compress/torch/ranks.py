@@ -14,10 +14,12 @@ from .transport import HorovodTransport, keep, synchronize
 
 
 class TorchRanks(HorovodRanks):
-    """The ranks of a process set of horovod.torch."""
+    """The ranks of a process set of horovod.torch. reduced: True where Horovod's optimizer reduces
+    what they exchange, which it also does in a process set of one rank."""
 
-    def __init__(self, process_set: Any) -> None:
+    def __init__(self, process_set: Any, reduced: bool = False) -> None:
         super().__init__(hvd, process_set)
+        self.active = self.active or reduced and self.included and hvd.size() > 1
         # By whether MPI moves payloads.
         self._transports: Dict[bool, Transport] = {}
 
