@@ -18,11 +18,71 @@ from ..session.updates import Nesterov, average, check_rounds, compressor_for_up
 from . import shards
 from .optimizer_around import OptimizerAround, check_inner, check_one_state
 from .optimizer_methods import Probe, watch
-from .parameters import NamedParameters, places_of
-from .shards import like, local
-from .shared_parameters import SharedParameter, checksum, trained
+from .parameters import NamedParameters, Slot, checksum, flat_memory, places_of, trained
 from .state_names import rekeyed, renaming
 from .steps import bring_means
+
+
+class SharedParameter(Slot):
+    """A parameter with the value that all ranks share, and where an outer optimizer has one, its
+    momentum. Of a DTensor all are its part on this rank."""
+
+    def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
+        super().__init__(name, param)
+        self.shared = torch.empty_like(self.values)
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        self.momentum = torch.zeros_like(self.values, dtype=dtype) if outer else None
+        # The update, until the exchange is over. None where that itself subtracts and adds the
+        # shared value.
+        self.loaded: Optional[torch.Tensor] = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The parameter's, in its memory. Looked up, because FSDP may give it another one when
+        training begins."""
+        return shards.local(self.param).detach()
+
+    def swap(self) -> None:
+        """Exchanges its values and the shared ones."""
+        if shards.is_shard(self.param):
+            # FSDP gathers from its memory.
+            kept = self.values.clone()
+            self.values.copy_(self.shared)
+            self.shared.copy_(kept)
+        else:
+            self.param.data, self.shared = self.shared, self.param.data
+
+    def update(self, session: Session) -> Tuple[str, Any, Any]:
+        """The sum of the local steps, as `UpdateCompression.exchange` takes it: in the parameter's
+        own memory where possible."""
+        on_device = session.exchange.tensors.on_device(self.name)
+        values = self.values
+        own, base = (flat_memory(tensor, on_device) for tensor in (values, self.shared))
+        if self.momentum is None and own is not None and base is not None:
+            self.loaded = None
+            return self.name, own, base
+        values.sub_(self.shared)
+        self.loaded, flat = self.load_for(session, values)
+        return self.name, flat, None
+
+    def rollback(self) -> None:
+        self.values.copy_(self.shared)
+
+    def apply(self, outer: Optional[Nesterov]) -> None:
+        """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
+        if self.loaded is None:
+            return
+        if outer is not None and self.momentum is not None:
+            self.momentum = (
+                self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
+            )
+            self.loaded.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
+        values = self.values
+        if self.loaded.data_ptr() == values.data_ptr():
+            values.add_(self.shared)
+        else:
+            # In the wider of both types, and rounded once.
+            values.copy_(self.shared).add_(self.loaded.to(values.device))
 
 
 class UpdateCompression(Bound, Port):
@@ -245,7 +305,7 @@ class UpdatingOptimizer(OptimizerAround):
         again."""
         for each in self._parameters:
             for key, value in self.state.get(each.param, {}).items():
-                if torch.is_tensor(value) and not torch.isfinite(local(value)).all():
+                if torch.is_tensor(value) and not torch.isfinite(shards.local(value)).all():
                     warn_once(
                         f"rank {self._session.exchange.now.rank}'s optimizer holds numbers that "
                         f"are not finite, {key} of {each.name}: so will be its "
@@ -281,7 +341,7 @@ class UpdatingOptimizer(OptimizerAround):
         average(
             self._session.ranks,
             {
-                f"{each.name}.{key}": local(value)
+                f"{each.name}.{key}": shards.local(value)
                 for each in self._parameters
                 for key, value in sorted(self.state.get(each.param, {}).items())
                 if torch.is_tensor(value)
@@ -317,7 +377,7 @@ class UpdatingOptimizer(OptimizerAround):
             )
         momentum = {name: its.clone() for name, its in self._momenta().items()}
         for each in self._parameters if portable and momentum else ():
-            momentum[each.name] = like(momentum[each.name], each.param)
+            momentum[each.name] = shards.like(momentum[each.name], each.param)
         kept = {
             "compression": self.compression.state_dict(portable),
             "local_steps": local_steps,
@@ -355,7 +415,7 @@ class UpdatingOptimizer(OptimizerAround):
         for each in self._parameters if self.local_steps else ():
             each.shared.copy_(kept["shared"][each.name])
         for name, momentum in self._momenta().items() if kept is not None else ():
-            momentum.copy_(local(kept["momentum"][name]))
+            momentum.copy_(shards.local(kept["momentum"][name]))
         # What ranks have loaded is compared in their next step.
         self._session.agreed = False
 
@@ -365,7 +425,7 @@ class UpdatingOptimizer(OptimizerAround):
             ("shared", kept["local_steps"] > 0),
             ("momentum", self._outer is not None),
         ):
-            found = {name: tuple(local(tensor).shape) for name, tensor in kept[part].items()}
+            found = {name: tuple(shards.local(tensor).shape) for name, tensor in kept[part].items()}
             if found != (
                 {each.name: tuple(each.shape) for each in self._parameters} if needed else {}
             ):
@@ -374,7 +434,7 @@ class UpdatingOptimizer(OptimizerAround):
                     f"other options, or another model?"
                 )
             for name, tensor in kept[part].items():
-                if not torch.isfinite(local(tensor)).all():
+                if not torch.isfinite(shards.local(tensor)).all():
                     raise ValueError(
                         f"this state does not fit: the {part} values of {name} are not finite, and "
                         "no step would be again: load an older one"
