@@ -293,11 +293,9 @@ class DDPCompression(GradientCompression):
 
     # -- around steps of the optimizer
 
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
-
-    def before_use(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     def before_unused(self) -> None:
         session = self._session

@@ -123,9 +123,7 @@ class FSDPCompression(GradientCompression):
 
     def before_step(self, optimizer: Any) -> None: ...
 
-    def before_use(self, optimizer: Any) -> None: ...
-
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
         if self._unreduced:
             raise RuntimeError(_UNREDUCED.format(passes=self._passes, every=self._every))
 

@@ -174,10 +174,23 @@ class ServedOptimizer:
         if first is not None:
             sleep_until_over(first)
 
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
-        """As of `Host`. Brings what is under way to its end before, for other ranks wait."""
-        if not horovod_internals.steps_unreduced(optimizer, in_closure):
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
+        """As of `Host`. Warns of parameters that nobody reduces, and where gradients that hold a
+        momentum were changed."""
+        if horovod_internals.steps_unreduced(optimizer, in_closure):
+            self._refuse_unreduced(optimizer, in_closure)
+        if not self.steps.session.lifecycle.is_unused:
             return
+        _warn_of_unreduced(optimizer, self.steps.slots)
+        self._moved = False
+        if self._param is None or not self.steps.takeover.covers(self._param):
+            return
+        grad = self._param.grad
+        if grad is not None and not is_sparse(grad) and grad._version != self._versions[1]:
+            warn_of_changed(str(self.steps.session.compressor.id), "optimizer.synchronize()")
+
+    def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+        """Raises RuntimeError. Brings what is under way to its end before, for other ranks wait."""
         why = f"a step came before its results: {SYNCHRONIZE_FIRST}"
         if in_closure:
             why = CLOSURE.format(what="the step uses them before Horovod has reduced them")
@@ -206,17 +219,6 @@ class ServedOptimizer:
         """Comes with the last result of a step, which is of this parameter."""
         version = horovod_internals.version_to_come(param.grad)
         self._param, self._versions = param, (param._version, version)
-
-    def before_use(self, optimizer: torch.optim.Optimizer) -> None:
-        """As of `Host`. Warns of parameters that nobody reduces, and where gradients that hold a
-        momentum were changed."""
-        _warn_of_unreduced(optimizer, self.steps.slots)
-        self._moved = False
-        if self._param is None or not self.steps.takeover.covers(self._param):
-            return
-        grad = self._param.grad
-        if grad is not None and not is_sparse(grad) and grad._version != self._versions[1]:
-            warn_of_changed(str(self.steps.session.compressor.id), "optimizer.synchronize()")
 
     def before_unused(self) -> None:
         """As of `Host`. Warns where results moved parameters without a step; not at once, for SAM

@@ -47,12 +47,9 @@ class Host(Protocol):
     def before_step(self, optimizer: Any) -> None:
         """Comes before each step of an optimizer, also before one with a closure."""
 
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
-        """RuntimeError where the step that begins, or goes on after its closure, would use
-        gradients of one rank alone."""
-
-    def before_use(self, optimizer: Any) -> None:
-        """Comes before the optimizer uses results."""
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
+        """Comes where a step begins without closure, or goes on after it, and uses results where
+        they are there. RuntimeError where it would use gradients of one rank alone."""
 
     def before_unused(self) -> None:
         """Comes where a step begins and no optimizer has used the results of the last one."""
@@ -345,7 +342,7 @@ class Steps(Port):
         self, optimizer: torch.optim.Optimizer, event: Event, in_closure: bool
     ) -> None:
         """Prepares the results that are there, if any, for the optimizer to use."""
-        self._host.refuse_unreduced(optimizer, in_closure)
+        self._host.before_use(optimizer, in_closure)
         lifecycle = self.session.lifecycle
         if not lifecycle.take(event):
             if lifecycle.state is State.IDLE and self.takeover.uses_again():
@@ -362,7 +359,6 @@ class Steps(Port):
                 "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
                 "what it keeps does not follow the scale"
             )
-        self._host.before_use(optimizer)
         looks, latest = self._to_look_for, exchange.latest
         if exchange.tensors.keep_state and not skips(optimizer):
             looks.append(lambda: _warn_of_undone(latest))
