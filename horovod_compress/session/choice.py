@@ -26,6 +26,7 @@ class Choice(NamedTuple):
         links: attributes of the driver that depend on it.
         transport: what moves payloads.
         machine: the ranks of this rank's machine, where they are of use.
+        elastic: True where ranks may come and go.
     """
 
     requested: Compressor
@@ -36,6 +37,7 @@ class Choice(NamedTuple):
     links: Mapping[str, Any] = {}
     transport: Any = None
     machine: Optional[Machine] = None
+    elastic: bool = False
 
 
 def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:

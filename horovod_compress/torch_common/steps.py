@@ -189,12 +189,6 @@ class Steps(Port):
             self._announced = said
             _log.warning("%s", said)
 
-    def make(self, choice: Choice) -> Exchange:
-        alone, machine = self._ranks.elastic, choice.machine
-        exchange = Exchange(choice.compressor, choice.transport, choice.tensors, alone, machine)
-        vars(exchange).update(choice.links)
-        return exchange
-
     def look_for_optimizer(self) -> None:
         self._host.look_for_optimizer()
 

@@ -127,10 +127,6 @@ class UpdateCompression(Bound, Port):
         here = self._session.exchange.tensors
         return shards.as_here(state, self._params, here, self._ranks.refused_alone)
 
-    def make(self, choice: Choice) -> Exchange:
-        alone, machine = self._ranks.elastic, choice.machine
-        return Exchange(choice.compressor, choice.transport, choice.tensors, alone, machine)
-
     def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
         """Compares what must be alike on all ranks before the first step. parameters: a checksum of
         each that ranks share; local_steps: so many since then."""
