@@ -293,10 +293,13 @@ class _Counts:
         thread.join()
 
     def _poll(self) -> None:
-        while (step := self._steps.get()) is not None:
-            if not step.end_count(wait=False):
-                self._steps.put(step)
-            time.sleep(_POLL_INTERVAL / (self._steps.qsize() or 1))
+        steps: List[Any] = [self._steps.get()]
+        while None not in steps:
+            steps = [step for step in steps if not step.end_count(wait=False)]
+            time.sleep(_POLL_INTERVAL)
+            # Waits where none is under way.
+            while not steps or not self._steps.empty():
+                steps.append(self._steps.get())
 
 
 _counts = _Counts()

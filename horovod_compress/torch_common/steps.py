@@ -129,9 +129,8 @@ class Steps(Port):
                 "in an elastic job ranks that join would not know what was chosen: let auto() "
                 "choose in a job of constant size, and use plan['spec']"
             )
-        optimizer = self.bound_optimizer
-        takes_over = can_take_over(optimizer) and not is_plain_sgd(optimizer)
-        is_sgd = isinstance(optimizer, torch.optim.SGD)
+        is_sgd = isinstance(self.bound_optimizer, torch.optim.SGD)
+        takes_over = can_take_over(self.bound_optimizer)
         return list(auto.candidates or default_candidates(is_sgd=is_sgd, takes_over=takes_over))
 
     # -- for the session

@@ -28,9 +28,10 @@ def is_plain_sgd(optimizer: Any) -> bool:
 
 
 def can_take_over(optimizer: Any) -> bool:
-    """Returns whether this is an SGD whose momentum a compression can take over, if it has any."""
+    """Returns whether this is an SGD with a momentum that a compression can take over."""
     return (
         isinstance(optimizer, torch.optim.SGD)
+        and not is_plain_sgd(optimizer)
         and _steps_as_sgd(optimizer)
         and not any(group["dampening"] for group in optimizer.param_groups)
     )
