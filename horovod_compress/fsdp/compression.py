@@ -11,10 +11,9 @@ from ..protocol.handshake import agree
 from ..session.lifecycle import Event
 from ..torch_common import shards
 from ..torch_common.backward import at_end, in_backward
-from ..torch_common.gradient_compression import GradientCompression
 from ..torch_common.parameters import NamedParameters, Slot, checksum
 from ..torch_common.shards import any_not_zero
-from ..torch_common.steps import Steps, bring_means
+from ..torch_common.steps import GradientCompression, Steps, bring_means
 from ..torch_distributed.checks import OTHER_OPTIMIZER, has_others
 from .checks import refuse_hooks
 from .internals import Unit

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from ..session.auto import auto_of
-from ..torch_common.gradient_compression import check_types
 from ..torch_common.optimizers import without_wrappers
 from ..torch_common.parameters import named
+from ..torch_common.steps import check_types
 from ..torch_distributed.checks import check_optimizer, check_replicas
 from ..torch_distributed.ranks import group_of
 from .checks import checked_units, trained_parameters

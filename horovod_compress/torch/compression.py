@@ -9,12 +9,11 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..protocol.wire import WireError
 from ..session.lifecycle import SYNCHRONIZE_FIRST, Event, State
-from ..torch_common.gradient_compression import GradientCompression, check_types
 from ..torch_common.parameters import NamedParameters, Slot, flat, is_sparse, named
+from ..torch_common.steps import GradientCompression, check_types
 from . import horovod_internals
-from .ranks import TorchRanks
 from .served_optimizer import ServedOptimizer
-from .transport import sleep_until_over
+from .transport import TorchRanks, sleep_until_over
 
 
 class BoundCompression(GradientCompression):

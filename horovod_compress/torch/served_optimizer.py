@@ -14,8 +14,7 @@ from ..torch_common.parameters import Slot, is_sparse
 from ..torch_common.steps import Steps
 from ..torch_common.takeover import warn_of_changed
 from . import horovod_internals
-from .ranks import TorchRanks
-from .transport import sleep_until_over
+from .transport import TorchRanks, sleep_until_over
 
 _SHARED = (
     "another compression has this parameter: two of Horovod's optimizers reduce {name} in one "

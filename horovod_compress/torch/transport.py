@@ -1,5 +1,5 @@
-"""Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses
-them with its other ones."""
+"""Horovod's ranks in PyTorch, and its own collectives, through horovod.torch. These work with MPI
+and Gloo, and Horovod fuses them with its other ones."""
 
 import atexit
 import functools
@@ -16,9 +16,11 @@ from horovod.torch import mpi_ops
 
 from ..protocol.wire import FrameLength, Steady
 from ..session.joined import REDUCES_ONLY, error_of_joined
-from ..session.process_sets import ProcessSetRanks
+from ..session.process_sets import HorovodRanks, ProcessSetRanks
 from ..torch_common.parameters import tensor_of
 from ..transport.base import Transport
+from ..transport.loopback import Loopback
+from .mpi import MPITransport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 # Seconds between polls of the counts that are under way. Each takes Python's lock from a rank that
@@ -303,3 +305,35 @@ class _Counts:
 
 
 _counts = _Counts()
+
+
+class TorchRanks(HorovodRanks):
+    """The ranks of a process set of horovod.torch. reduced: True where Horovod's optimizer reduces
+    what they exchange, which it also does in a process set of one rank."""
+
+    def __init__(self, process_set: Any, reduced: bool = False) -> None:
+        super().__init__(hvd, process_set)
+        self.active = self.active or reduced and self.included and hvd.size() > 1
+        # By whether MPI moves payloads.
+        self._transports: Dict[bool, Transport] = {}
+
+    def transport_of(self, compressor: Any) -> Transport:
+        if not self.active:
+            return Loopback.group(1)[0]
+        over_mpi = compressor.policy.transport == "mpi"
+        if over_mpi not in self._transports:
+            self._transports[over_mpi] = (
+                MPITransport(hvd, self.process_set)
+                if over_mpi
+                else HorovodTransport(self.process_set)
+            )
+        return self._transports[over_mpi]
+
+    def mean(self, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
+        """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
+        it."""
+        self.transport.count(tensor.nbytes, tensor.nbytes)
+        handle = hvd.allreduce_async_(
+            tensor, name=name, op=hvd.Average, process_set=self.process_set
+        )
+        return functools.partial(synchronize, keep(handle))

@@ -18,7 +18,7 @@ from ..torch_common.adam import AdamWOfRanks
 from ..torch_common.parameters import NamedParameters
 from ..torch_common.updates import UpdatingOptimizer
 from .horovod_internals import let_broadcast_begin
-from .ranks import TorchRanks
+from .transport import TorchRanks
 
 _NOT_NEEDED = (
     "an UpdateOptimizer's state is each rank's own, and hvd.broadcast_optimizer_state gives all "

@@ -11,11 +11,11 @@ from ..compressors.advice import ADAM
 from ..session.callers import callers
 from ..session.updates import Nesterov, check_ranks_of_part
 from ..torch_common.adam import AdamWOfRanks
-from ..torch_common.gradient_compression import GradientCompression
 from ..torch_common.optimizer_around import check_inner
 from ..torch_common.parameters import NamedParameters
 from ..torch_common.search import objects_of
 from ..torch_common.shards import is_shard
+from ..torch_common.steps import GradientCompression
 from ..torch_common.updates import SharedParameter, UpdatingOptimizer
 from .checks import check_replicas
 from .ranks import GroupRanks, group_of
