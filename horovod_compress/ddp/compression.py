@@ -122,7 +122,7 @@ class DDPCompression(GradientCompression):
             if other._by_parameter.keys() & self._by_parameter.keys():
                 if other._interrupted:
                     other._drop_interrupted()
-                other._steps.unregister()
+                other._steps.hooks.close()
         _serving.add(self)
         if optimizer is not None and self._ranks.active:
             self._steps.register(optimizer, self)

@@ -1,6 +1,7 @@
 """The steps of an optimizer whose gradients are exchanged, from the first gradient to the use of
 the results, whoever hands gradients over, and the compression that users hold."""
 
+import contextlib
 import logging
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Protocol, Tuple
@@ -80,6 +81,7 @@ class Steps(Port):
     Attributes:
         session: the compression's dealings with its ranks.
         slots: the parameters.
+        hooks: those around the optimizer's steps; `close()` removes them.
         optimizer: the one that uses the results, once it is known.
         takeover, moments: as of the choice in force.
         streams: those of a GPU that gradients were encoded on.
@@ -106,8 +108,7 @@ class Steps(Port):
         self.streams = Streams()
         self.scale: Optional[float] = None
         self.options_agreed = False
-        # Of the hooks around the optimizer's steps.
-        self._handles: List[Any] = []
+        self.hooks = contextlib.ExitStack()
         # What users were told last of an SGD's takeover.
         self._announced: Optional[str] = None
         # Of the smallest parameter whose momentum is taken over: its last result.
@@ -306,16 +307,8 @@ class Steps(Port):
             return self._before_step(optimizer, args, kwargs)
 
         after = torch.compiler.disable(lambda *_: self._after_step())
-        self._handles = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
-
-    def unregister(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.hooks.callback(optimizer.register_step_pre_hook(before).remove)
+        self.hooks.callback(optimizer.register_step_post_hook(after).remove)
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
         """Before a step of the optimizer. Returns other (args, kwargs) for it where it is given a

@@ -1,9 +1,9 @@
 """Momentum and weight decay of an SGD that a momentum-correcting compression has taken over."""
 
-import functools
+import contextlib
 import inspect
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -89,8 +89,8 @@ class SGDTakeover:
         self._compressor = compressor
         # One of the gradients that the last step has used: its parameter, itself and its version.
         self._used: Optional[Tuple[torch.Tensor, Any, int]] = None
-        # What gives groups back what the step under way has suspended; the last comes first.
-        self._restoring: List[Callable[[], Any]] = []
+        # Gives groups back what the step under way has suspended.
+        self._suspended = contextlib.ExitStack()
         # Of buffers of parameters without weight decay that were found to hold something:
         # id(parameter) → their largest element, then.
         self._largest: Dict[int, float] = {}
@@ -198,10 +198,10 @@ class SGDTakeover:
                 # The others' do not: SGD does all of these, in a group of their own.
                 others = [p for p in with_gradient if not self.covers(p)]
                 optimizer.param_groups.append({**group, "params": others})
-                self._restoring.append(optimizer.param_groups.pop)
+                self._suspended.callback(optimizer.param_groups.pop)
                 suspended["params"] = params
             before = {key: group[key] for key in suspended}
-            self._restoring.append(functools.partial(group.update, before))
+            self._suspended.callback(group.update, before)
             group.update(suspended)
 
     def uses_again(self) -> bool:
@@ -214,8 +214,7 @@ class SGDTakeover:
 
     def restore(self) -> None:
         """Gives the groups back what a step has suspended."""
-        while self._restoring:
-            self._restoring.pop()()
+        self._suspended.close()
 
     def give_back(self, optimizer: Any) -> None:
         """Comes before SGD may apply momentum again. Its fused step needs buffers of all parameters
