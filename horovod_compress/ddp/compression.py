@@ -138,7 +138,7 @@ class DDPCompression(GradientCompression):
     )
 
     def reduced(self, steps: Steps) -> List[Slot]:
-        return list(steps.slots) if self._ranks.active else []
+        return list(steps.slots)
 
     def factor(self) -> float:
         # That of a mean.

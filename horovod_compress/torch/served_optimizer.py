@@ -70,8 +70,6 @@ class ServedOptimizer:
         """The parameters that Horovod reduces, frozen or not: its optimizer decides that when it is
         made. Before that optimizer exists, all that are not frozen; so too of those that it does
         not have."""
-        if not self._ranks.active:
-            return []
         optimizer: Any = steps.optimizer or steps.bound_optimizer
         decided = horovod_internals.reduced_by(optimizer)
         groups = [] if decided is None else optimizer.param_groups

@@ -40,7 +40,7 @@ class Host(Protocol):
     advice_on_options: str
 
     def reduced(self, steps: "Steps") -> List[Slot]:
-        """The parameters whose gradients come, of those that have a slot."""
+        """The parameters whose gradients come, of those that have a slot, where ranks exchange."""
 
     def factor(self) -> Optional[float]:
         """As of `Port`."""
@@ -147,10 +147,11 @@ class Steps(Port):
 
     def choose(self, spec: Any) -> Choice:
         """As of `Port`, with the bound optimizer's momentum."""
-        optimizer, reduced = self._stepping, self._host.reduced(self)
+        optimizer, active = self._stepping, self._ranks.active
+        reduced = self._host.reduced(self) if active else []
         compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         names = {id(slot.param): slot.name for slot in reduced}
-        takeover = SGDTakeover(optimizer if self._ranks.active else None, compressor, names)
+        takeover = SGDTakeover(optimizer if active else None, compressor, names)
         variants = takeover.variants
         if (
             compressor.traits.corrects_momentum
