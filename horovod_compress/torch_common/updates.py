@@ -16,8 +16,7 @@ from ..session.port import Port
 from ..session.session import Session
 from ..session.updates import Nesterov, average, check_rounds, compressor_for_updates, make_alike
 from . import shards
-from .optimizer_around import OptimizerAround, check_inner, check_one_state
-from .optimizer_methods import Probe, watch
+from .optimizer_around import OptimizerAround, Probe, check_inner, check_one_state, watch
 from .parameters import NamedParameters, Slot, checksum, flat_memory, places_of, trained
 from .state_names import rekeyed, renaming
 from .steps import bring_means
