@@ -123,7 +123,7 @@ class DDPCompression(GroupCompression):
             if other._by_parameter.keys() & self._by_parameter.keys():
                 if other._interrupted:
                     other._drop_interrupted()
-                other._steps.unregister()
+                other._steps.hooks.close()
         _serving.add(self)
         if optimizer is not None and self._ranks.active:
             self._steps.register(optimizer, self)
@@ -258,7 +258,7 @@ class DDPCompression(GroupCompression):
 
     # -- around steps of the optimizer
 
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
 

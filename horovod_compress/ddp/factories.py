@@ -5,8 +5,7 @@ from typing import Any, Optional
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..session.auto import Auto, auto_of
-from ..torch_common.steps import refuse_begun_within_step
+from ..session.auto import auto_of
 from .checks import check_unhooked
 from .compression import DDPCompression, hook
 
@@ -44,8 +43,4 @@ def compress(
 
 def make(spec: Any, model: Any, optimizer: Any, **options: Any) -> DDPCompression:
     """A compression for a model whose communication hook calls it. As of `compress`."""
-    return DDPCompression(trial_of(spec) or spec, model, optimizer, **options)
-
-
-def trial_of(spec: Any) -> Optional[Auto]:
-    return auto_of(spec, refuse_begun_within_step)
+    return DDPCompression(auto_of(spec) or spec, model, optimizer, **options)

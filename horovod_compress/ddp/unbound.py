@@ -9,13 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compressors.base import Compressor
 from ..engine.exchange import Exchange
+from ..session.auto import auto_of
 from ..session.unbound import NotBoundError, Unbound
 from ..torch_common.optimizers import before_closures
 from ..torch_common.search import objects_of
 from ..torch_distributed.checks import optimizers_of
 from ..transport.loopback import Loopback
 from .compression import DDPCompression, hook
-from .factories import make, trial_of
+from .factories import make
 
 
 class Waiting:
@@ -46,7 +47,7 @@ class HookState(Unbound):
     _bound_class = DDPCompression
 
     def __init__(self, spec: Any, **options: Any) -> None:
-        super().__init__("none" if trial_of(spec) else spec, **options)
+        super().__init__("none" if auto_of(spec) else spec, **options)
         moments = self._compressor.policy.moments
         if moments != "minibatch":
             raise ValueError(

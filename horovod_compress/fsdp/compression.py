@@ -11,9 +11,8 @@ from ..protocol.handshake import agree
 from ..session.lifecycle import Event
 from ..torch_common import shards
 from ..torch_common.backward import at_end, in_backward
-from ..torch_common.parameters import NamedParameters, Slot
+from ..torch_common.parameters import NamedParameters, Slot, checksum
 from ..torch_common.shards import any_not_zero
-from ..torch_common.shared_parameters import checksum
 from ..torch_common.steps import bring_means
 from ..torch_distributed.checks import OTHER_OPTIMIZER, has_others
 from ..torch_distributed.compression import GroupCompression
@@ -107,7 +106,7 @@ class FSDPCompression(GroupCompression):
 
     # -- around steps of the optimizer
 
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
         if self._unreduced:
             raise RuntimeError(_UNREDUCED.format(passes=self._passes, every=self._every))
 

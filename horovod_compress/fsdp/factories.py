@@ -8,7 +8,7 @@ from torch import nn
 from ..session.auto import auto_of
 from ..torch_common.optimizers import without_wrappers
 from ..torch_common.parameters import named
-from ..torch_common.steps import check_types, refuse_begun_within_step
+from ..torch_common.steps import check_types
 from ..torch_distributed.checks import check_optimizer, check_replicas
 from ..torch_distributed.ranks import group_of
 from .checks import checked_units, trained_parameters
@@ -71,7 +71,7 @@ def compress(
     params, group = [param for _, param in pairs], group_of(replicate_group, "replicate_group")
     check_replicas(params, group, "replicate_group")
     return FSDPCompression(
-        auto_of(spec, refuse_begun_within_step) or spec,
+        auto_of(spec) or spec,
         model,
         optimizer,
         units,

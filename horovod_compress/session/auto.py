@@ -7,7 +7,7 @@ import logging
 import statistics
 import time
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from ..compressors import get_compressor
 from ..compressors.base import Compressor
@@ -160,12 +160,22 @@ class Controller:
         return f"{found} ({of_each}). The rule: {RULE}"
 
 
-def auto_of(spec: Any, check: Callable[[Compressor], None]) -> Optional[Auto]:
+def refuse_begun_within_step(compressor: Compressor) -> None:
+    """ValueError where an algorithm has to see a forward pass before the first gradient."""
+    moments = compressor.policy.moments
+    if moments != "minibatch":
+        raise ValueError(
+            f"moments={moments} cannot begin at a step's first gradient: call "
+            f"compression.switch(spec) without at, before the step's forward pass"
+        )
+
+
+def auto_of(spec: Any) -> Optional[Auto]:
     """The trial that a spec asks for: "auto", or {"id": "auto", "candidates": […], …} with the
     fields of `Auto`. None for any other spec.
 
     Raises:
-        ValueError: its fields are wrong, or `check` says so of a candidate.
+        ValueError: its fields are wrong, or a candidate cannot begin at a step's first gradient.
     """
     if spec != "auto" and not (isinstance(spec, dict) and spec.get("id") == "auto"):
         return None
@@ -185,7 +195,7 @@ def auto_of(spec: Any, check: Callable[[Compressor], None]) -> Optional[Auto]:
         if any(compressor in compressors[:i] for i, compressor in enumerate(compressors)):
             raise ValueError(f"candidates must be different compressions, not {candidates!r}")
         for compressor in compressors:
-            check(compressor)
+            refuse_begun_within_step(compressor)
     # Which says what is wrong with them.
     some = candidates or default_candidates(is_sgd=True, takes_over=True)
     Trials(some, auto.probe_steps, auto.margin)

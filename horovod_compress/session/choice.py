@@ -43,6 +43,7 @@ class Choice(NamedTuple):
         follows_momentum: as of `Exchange`.
         transport: what moves payloads.
         machine: the ranks of this rank's machine, where they are of use.
+        elastic: True where ranks may come and go.
     """
 
     requested: Compressor
@@ -53,6 +54,7 @@ class Choice(NamedTuple):
     follows_momentum: bool = False
     transport: Any = None
     machine: Optional[Machine] = None
+    elastic: bool = False
 
 
 def requested_compressor(spec: Any, optimizer: Any, plain_sgd: bool) -> Any:

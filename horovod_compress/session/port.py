@@ -4,21 +4,27 @@ import contextlib
 from abc import ABC, abstractmethod
 from typing import Any, Dict, Iterator, Optional
 
+from ..engine.exchange import Exchange
 from .choice import Choice
 
 
 class Port(ABC):
-    """The part that a host has in a session. Methods change nothing unless a host overrides
-    them."""
+    """The part that a host has in a session. Other methods than `choose` and `make` change nothing
+    unless a host overrides them."""
 
     @abstractmethod
     def choose(self, spec: Any) -> Choice:
         """The choice that a spec comes to, without transport and machine. ValueError for what
         cannot be served."""
 
-    @abstractmethod
     def make(self, choice: Choice) -> Any:
-        """Makes the driver of steps of a choice. It allocates the state."""
+        """Makes the driver of steps of a choice: where a host's arrays are there when steps are
+        taken, an `Exchange`. It allocates the state."""
+        exchange = Exchange(
+            choice.compressor, choice.transport, choice.tensors, choice.elastic, choice.machine
+        )
+        exchange.follows_momentum = choice.follows_momentum
+        return exchange
 
     def gains(self, choice: Choice) -> Dict[str, float]:
         """By name, what the optimizer's own momentum makes of a result of 1 under a choice, where

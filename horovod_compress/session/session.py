@@ -65,11 +65,13 @@ class Session:
     # -- what is chosen and agreed on
 
     def choose(self, spec: Any) -> Choice:
-        """As of `Port`, with transport and machine."""
+        """As of `Port`, with what ranks say of it."""
         choice = self.port.choose(spec)
         compressor, ranks = choice.compressor, self.ranks
         return choice._replace(
-            transport=ranks.transport_of(compressor), machine=ranks.machine_of(compressor)
+            transport=ranks.transport_of(compressor),
+            machine=ranks.machine_of(compressor),
+            elastic=ranks.elastic,
         )
 
     def use(self, choice: Choice) -> None:

@@ -15,11 +15,10 @@ try:
     from . import elastic
 except ModuleNotFoundError as error:
     raise says_what_is_missing(error, "torch") from error
-from .auto import AutoCompression
 from .compression import BoundCompression
 from .decentralized import DecentralizedOptimizer
 from .factories import Compression
-from .unbound import UnboundCompression, compression_of
+from .unbound import AutoCompression, UnboundCompression, compression_of
 from .uneven import uneven
 from .updates import AdamW, Nesterov, UpdateOptimizer
 

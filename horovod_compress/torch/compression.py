@@ -3,7 +3,6 @@
 import itertools
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
@@ -12,11 +11,10 @@ from ..protocol.wire import WireError
 from ..session.bound import Bound
 from ..session.lifecycle import SYNCHRONIZE_FIRST, Event, State
 from ..torch_common.parameters import NamedParameters, Slot, flat, is_sparse, named
-from ..torch_common.steps import Steps, check_types
-from . import horovod_internals, parameter_conflicts
-from .ranks import TorchRanks
+from ..torch_common.steps import check_types
+from . import horovod_internals
 from .served_optimizer import ServedOptimizer
-from .transport import sleep_until_over
+from .transport import TorchRanks, sleep_until_over
 
 
 class BoundCompression(Bound):
@@ -58,14 +56,12 @@ class BoundCompression(Bound):
         grad_scaler: Any = None,
         discardable: bool = False,
     ) -> None:
-        ranks = self._ranks = TorchRanks(process_set)
+        ranks = self._ranks = TorchRanks(process_set, reduced=True)
         check_types(optimizer, grad_scaler)
-        # Horovod's optimizer also reduces in a process set of one rank.
-        ranks.active = ranks.included and (hvd.size() > 1 or ranks.elastic)
         pairs = named(optimizer, named_parameters)
-        self._serving = ServedOptimizer(self, ranks)
-        self._steps = Steps(self._serving, ranks, spec, optimizer, pairs, grad_scaler, discardable)
-        self._serving.steps = self._steps
+        arguments = spec, optimizer, pairs, grad_scaler, discardable
+        self._serving = ServedOptimizer(self, ranks, *arguments)
+        self._steps = self._serving.steps
         super().__init__(self._steps.session)
         # With the version of its gradient, until the first result of the step comes.
         self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []
@@ -76,16 +72,9 @@ class BoundCompression(Bound):
         self._announce: Optional[Callable[[], None]] = None
         # Numbers of the blocks of `uneven`.
         self._blocks = itertools.count(1)
-        if ranks.active:
-            parameter_conflicts.not_used_yet.add(self)
 
     def __repr__(self) -> str:
         return f"<{self._session.compressor!r} of {len(self._steps.slots)} parameters>"
-
-    def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begins to serve Horovod's optimizer, which was given this compression: see
-        `ServedOptimizer.begin`."""
-        self._serving.begin(optimizer)
 
     # -- Horovod's interface
 
@@ -94,21 +83,20 @@ class BoundCompression(Bound):
     def compress(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Called by Horovod with a parameter's gradient: returns what Horovod is to reduce, and a
         context."""
-        steps = self._steps
+        steps, serving = self._steps, self._serving
         if steps.optimizer is None:
-            self._serving.begin(horovod_internals.optimizer_of(self))
+            serving.begin(horovod_internals.optimizer_of(self))
         exchange = self._session.exchange
         if not exchange.under_way:
             self._begin_step()
         slot = steps.slots.find(tensor, horovod_internals.parameter_under_way)
-        if slot.name in self._serving.foreign:
+        if slot.name in serving.foreign:
             raise ValueError(
                 f"{slot.name} is a parameter of another optimizer of Horovod's than the one that "
                 "this compression serves: make a compression for each, or give both the same one, "
                 "made without optimizer and parameters, of which each gets its own"
             )
-        serving = self._serving
-        if serving.sharing and (why := parameter_conflicts.why_shared(serving, slot)):
+        if serving.sharing and (why := serving.why_shared(slot)):
             self._fail(slot, tensor, why)
             # The other's memory stays as it is.
             tensor = tensor.clone()

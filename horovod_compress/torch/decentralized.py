@@ -16,10 +16,9 @@ from ..session.ranks import is_elastic
 from ..session.unbound import Unbound
 from ..session.updates import check_ranks_of_set, check_rounds
 from ..torch_common.optimizer_around import OptimizerAround, check_inner, check_one_state
-from ..torch_common.parameters import NamedParameters, Slot
-from ..torch_common.shared_parameters import checksum, trained
+from ..torch_common.parameters import NamedParameters, Slot, checksum, trained
 from .horovod_internals import let_broadcast_begin
-from .ranks import TorchRanks
+from .transport import TorchRanks
 from .updates import AdamW
 
 _SAVED, _OTHERS = "those of the saved states", "others than those of the saved states"

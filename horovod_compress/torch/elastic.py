@@ -29,9 +29,8 @@ from ..torch_common.optimizers import GradScaler
 from ..torch_common.steps import Steps
 from . import horovod_internals
 from .compression import BoundCompression
-from .elastic_updates import KeptUpdates
 from .unbound import UnboundCompression, compression_of
-from .updates import UpdateOptimizer
+from .updates import KeptUpdates, UpdateOptimizer
 
 __all__ = ["run"]
 

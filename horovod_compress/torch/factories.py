@@ -8,9 +8,8 @@ import torch
 from ..compressors import Spec
 from ..session.factories import Algorithms
 from ..torch_common.parameters import NamedParameters
-from .auto import AutoCompression
 from .compression import BoundCompression
-from .unbound import UnboundCompression
+from .unbound import AutoCompression, UnboundCompression
 
 
 class Compression(metaclass=Algorithms):

@@ -10,6 +10,7 @@ import torch
 from ..session.callers import callers, owners
 from ..session.versions import check_version
 from ..torch_common.search import objects_of, subclasses_of
+from ..torch_common.takeover import momentum_buffer
 
 check_version("horovod", horovod.__version__)
 
@@ -171,8 +172,8 @@ def prepare_to_broadcast(optimizer: torch.optim.Optimizer) -> None:
     ]
     if isinstance(optimizer, torch.optim.SGD):
         for param, group in with_group:
-            if group["momentum"] and optimizer.state[param].get("momentum_buffer") is None:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            if group["momentum"]:
+                momentum_buffer(optimizer.state[param], param)
     elif not optimizer.state:
         params = [param for param, _ in with_group]
         before = [param.clone() for param in params]

@@ -214,10 +214,10 @@ class MPITransport(ProcessSetRanks, Transport):  # type: ignore[override]
         """Joins each operation's parts in rank order."""
         parts: Dict[str, List[np.ndarray]] = {name: [] for name in names}
         for rank_part in np.split(received, np.cumsum(totals)[:-1]):
-            lengths = rank_part[: 8 * len(names)].view(np.int64)
-            ends = 8 * len(names) + np.cumsum(lengths)
-            for name, length, end in zip(names, lengths.tolist(), ends.tolist()):
-                parts[name].append(rank_part[end - length : end])
+            lengths, frames = np.split(rank_part, [8 * len(names)])
+            ends = np.cumsum(lengths.view(np.int64))
+            for name, frame in zip(names, np.split(frames, ends[:-1])):
+                parts[name].append(frame)
         for name, arrays in parts.items():
             self._arrived["gather", name] = np.concatenate(arrays)
 

@@ -1,9 +1,11 @@
-"""Horovod's optimizer that has a compression: found, followed and watched."""
+"""Horovod's optimizer that has a compression: found, followed and watched, and parameters that two
+compressions share, or that none has."""
 
 import weakref
-from typing import Any, List, Optional, Set
+from typing import Any, Iterable, List, Optional, Set
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..session.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event
 from ..session.notices import warn_once
@@ -11,9 +13,21 @@ from ..torch_common.optimizers import in_grad_scaler
 from ..torch_common.parameters import Slot, is_sparse
 from ..torch_common.steps import Steps
 from ..torch_common.takeover import warn_of_changed
-from . import horovod_internals, parameter_conflicts
-from .ranks import TorchRanks
-from .transport import sleep_until_over
+from . import horovod_internals
+from .transport import TorchRanks, sleep_until_over
+
+_SHARED = (
+    "another compression has this parameter: two of Horovod's optimizers reduce {name} in one "
+    "backward pass, and each would compress what the other has left of its gradient. Give all "
+    "parameters to one optimizer, in groups; or the shared ones to one of them only; or give both "
+    "hvd.Compression.none or fp16"
+)
+_UNREDUCED = (
+    "Horovod does not reduce the gradients of {number} parameters that the optimizer changes "
+    "({names}), because they were frozen, or not there, when hvd.DistributedOptimizer was made: "
+    "ranks' copies of them part, unless you average them yourself. Make a new "
+    "hvd.DistributedOptimizer for them"
+)
 
 
 class ServedOptimizer:
@@ -22,9 +36,10 @@ class ServedOptimizer:
     Args:
         compression: by which the optimizer is found.
         ranks: those that share it.
+        arguments: as of `Steps`, from `spec` on.
 
     Attributes:
-        steps: those of the optimizer; set once they are made.
+        steps: those of the optimizer.
         foreign: names of parameters that the optimizer does not reduce.
         sharing: those of other compressions whose optimizers have some of the same parameters.
     """
@@ -33,9 +48,8 @@ class ServedOptimizer:
         "Where only some ranks have set or loaded it, call "
         "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training"
     )
-    steps: Steps
 
-    def __init__(self, compression: Any, ranks: TorchRanks) -> None:
+    def __init__(self, compression: Any, ranks: TorchRanks, *arguments: Any) -> None:
         # Which is to be gone once users have let go of it.
         self._compression, self._ranks = weakref.ref(compression), ranks
         self.foreign: Set[str] = set()
@@ -46,6 +60,9 @@ class ServedOptimizer:
         self._versions = 0, 0
         # Whether parameters changed after the last results, which no step has used.
         self._moved = False
+        self.steps = Steps(self, ranks, *arguments)
+        if ranks.active:
+            _not_used_yet.add(compression)
 
     # -- which it is
 
@@ -53,8 +70,6 @@ class ServedOptimizer:
         """The parameters that Horovod reduces, frozen or not: its optimizer decides that when it is
         made. Before that optimizer exists, all that are not frozen; so too of those that it does
         not have."""
-        if not self._ranks.active:
-            return []
         optimizer: Any = steps.optimizer or steps.bound_optimizer
         decided = horovod_internals.reduced_by(optimizer)
         groups = [] if decided is None else optimizer.param_groups
@@ -90,9 +105,14 @@ class ServedOptimizer:
         except BaseException:
             steps.optimizer = None
             raise
-        reduced = horovod_internals.reduced_by(optimizer) or ()
+        reduced = horovod_internals.reduced_by(optimizer) or set()
         self.foreign = {slot.name for slot in steps.slots if slot.param not in reduced}
-        parameter_conflicts.note_serving(self._compression(), self)
+        for other in list(_serving):
+            if reduced & (horovod_internals.reduced_by(other.steps.optimizer) or set()):
+                self.sharing.add(other)
+                other.sharing.add(self)
+        _serving.add(self)
+        _not_used_yet.discard(self._compression())
         steps.register(optimizer, self)
 
     def _follow_horovods_choice(self) -> None:
@@ -124,6 +144,16 @@ class ServedOptimizer:
         session.use(choice._replace(held=choice.held._replace(moments=steps.moments)))
         session.agreed = False
 
+    def why_shared(self, slot: Slot) -> Optional[str]:
+        """Why a gradient that has come of this parameter cannot be used, because another
+        compression has it, which encodes it in place. None where it can."""
+        for steps in (other.steps for other in list(self.sharing)):
+            session = steps.session
+            under_way = session.exchange.open_tensors() if session.is_begun else ()
+            if any(each.param is slot.param and each.name in under_way for each in steps.slots):
+                return _SHARED.format(name=slot.name)
+        return None
+
     # -- around its steps
 
     def before_step(self, optimizer: Any) -> None:
@@ -141,10 +171,23 @@ class ServedOptimizer:
         if first is not None:
             sleep_until_over(first)
 
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
-        """As of `Host`. Brings what is under way to its end before, for other ranks wait."""
-        if not horovod_internals.steps_unreduced(optimizer, in_closure):
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
+        """As of `Host`. Warns of parameters that nobody reduces, and where gradients that hold a
+        momentum were changed."""
+        if horovod_internals.steps_unreduced(optimizer, in_closure):
+            self._refuse_unreduced(optimizer, in_closure)
+        if not self.steps.session.lifecycle.is_unused:
             return
+        _warn_of_unreduced(optimizer, self.steps.slots)
+        self._moved = False
+        if self._param is None or not self.steps.takeover.covers(self._param):
+            return
+        grad = self._param.grad
+        if grad is not None and not is_sparse(grad) and grad._version != self._versions[1]:
+            warn_of_changed(str(self.steps.session.compressor.id), "optimizer.synchronize()")
+
+    def _refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+        """Raises RuntimeError. Brings what is under way to its end before, for other ranks wait."""
         why = f"a step came before its results: {SYNCHRONIZE_FIRST}"
         if in_closure:
             why = CLOSURE.format(what="the step uses them before Horovod has reduced them")
@@ -174,17 +217,6 @@ class ServedOptimizer:
         version = horovod_internals.version_to_come(param.grad)
         self._param, self._versions = param, (param._version, version)
 
-    def before_use(self, optimizer: torch.optim.Optimizer) -> None:
-        """As of `Host`. Warns of parameters that nobody reduces, and where gradients that hold a
-        momentum were changed."""
-        parameter_conflicts.warn_of_unreduced(optimizer, self.steps.slots)
-        self._moved = False
-        if self._param is None or not self.steps.takeover.covers(self._param):
-            return
-        grad = self._param.grad
-        if grad is not None and not is_sparse(grad) and grad._version != self._versions[1]:
-            warn_of_changed(str(self.steps.session.compressor.id), "optimizer.synchronize()")
-
     def before_unused(self) -> None:
         """As of `Host`. Warns where results moved parameters without a step; not at once, for SAM
         does so."""
@@ -199,3 +231,46 @@ class ServedOptimizer:
                 "discardable out"
             )
         self._moved = moved
+
+
+def _warn_of_unreduced(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
+    """Warns where an optimizer changes parameters that Horovod does not reduce.
+
+    Args:
+        optimizer: Horovod's.
+        slots: the parameters that have a name.
+    """
+    reduced = horovod_internals.reduced_by(optimizer) or ()
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    found = [param for param in params if param.grad is not None and param not in reduced]
+    if found:
+        known = {id(slot.param): slot.name for slot in slots}
+        names = [known.get(id(p), f"one of shape {tuple(p.shape)}") for p in found[:3]]
+        names += ["…"] * (len(found) > 3)
+        warn_once(_UNREDUCED.format(number=len(found), names=", ".join(names)))
+
+
+# Of the compressions that an optimizer of Horovod's is known to have.
+_serving: "weakref.WeakSet[ServedOptimizer]" = weakref.WeakSet()
+# Compressions that none has yet.
+_not_used_yet: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+@torch.compiler.disable
+def _warn_of_unused(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Warns, after any optimizer's step, of the compressions that it should have used for its
+    parameters."""
+    used = horovod_internals.compression_of(optimizer)
+    for compression in list(_not_used_yet) if used is not None and _not_used_yet else ():
+        bound = {id(slot.param) for slot in compression._steps.slots}
+        if compression is not used and any(
+            id(p) in bound for group in optimizer.param_groups for p in group["params"]
+        ):
+            _not_used_yet.discard(compression)
+            warn_once(
+                f"{compression!r} is not used: give it to hvd.DistributedOptimizer(compression=…), "
+                f"which has {used!r}"
+            )
+
+
+register_optimizer_step_post_hook(_warn_of_unused)

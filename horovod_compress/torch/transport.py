@@ -1,8 +1,9 @@
-"""Horovod's own collectives, through horovod.torch. They work with MPI and Gloo, and Horovod fuses
-them with its other ones."""
+"""Horovod's ranks in PyTorch, and its own collectives, through horovod.torch. These work with MPI
+and Gloo, and Horovod fuses them with its other ones."""
 
 import atexit
 import functools
+import queue
 import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -15,9 +16,11 @@ from horovod.torch import mpi_ops
 
 from ..protocol.wire import FrameLength, Steady
 from ..session.joined import REDUCES_ONLY, error_of_joined
-from ..session.process_sets import ProcessSetRanks
+from ..session.process_sets import HorovodRanks, ProcessSetRanks
 from ..torch_common.parameters import tensor_of
 from ..transport.base import Transport
+from ..transport.loopback import Loopback
+from .mpi import MPITransport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
 # Seconds between polls of the counts that are under way. Each takes Python's lock from a rank that
@@ -172,7 +175,7 @@ class _Held:
 
     def __init__(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> None:
         self.start, self.payload = start, payload
-        self.handle: Optional[int] = None  # Horovod's, from the start on
+        self.handle: Any = None  # Horovod's, from the start on
 
 
 class _CountedStep(HorovodTransport):
@@ -189,13 +192,13 @@ class _CountedStep(HorovodTransport):
         self._name = name
         self.count = transport.count  # type: ignore[method-assign]
         self._lock = threading.Lock()  # for all below
-        # Horovod's handle, until it is known how the count has ended.
+        # Horovod's handle, once the count has begun.
         self._count: Optional[int] = None
         # Becomes the mean over ranks.
         self._here = torch.ones(1, dtype=torch.float32, device="cpu")
-        self._counted = False
-        self._some_joined = False  # until that has been an error
-        self._error: Optional[Exception] = None  # with which the count has ended
+        # Whether all ranks were there, once the count is over.
+        self._counted: Optional[bool] = None
+        self._error: Optional[Exception] = None  # why what is held is not started
         self._held: List[_Held] = []
 
     def expect_gather(self) -> None:
@@ -231,19 +234,17 @@ class _CountedStep(HorovodTransport):
             self._begin_count()
 
         def wait() -> Any:
-            if held.handle is None:
+            if not self._counted:
                 self.end_count(wait=True)
-            if self._some_joined:
-                self._some_joined, self._error = False, self._refusal()
-            if self._error is not None:
-                raise self._error
-            assert held.handle is not None  # The count is over, and was full.
-            return self._wait(held.handle)
+            if self._counted:
+                return self._wait(held.handle)
+            self._error = self._error or self._refusal()
+            raise self._error
 
         return wait
 
     def _begin_count(self) -> None:
-        if self._count is None and not (self._counted or self._some_joined or self._error):
+        if self._count is None:
             # A mean, as carriers mostly are: Horovod joins it with those.
             self.count(self._here.nbytes, self._here.nbytes)
             self._count = keep(
@@ -254,20 +255,19 @@ class _CountedStep(HorovodTransport):
             _counts.add(self)
 
     def _end_count(self, wait: bool) -> bool:
-        if self._count is None:
+        if self._count is None or self._counted is not None:
             return True
         try:
             if not wait and not hvd.poll(self._count):
                 return False
             self._wait(self._count)
-            self._counted = self.size * self._here.item() > self.size - 0.5
-            self._some_joined = not self._counted
-            for held in self._held if self._counted else ():
+            full = self.size * self._here.item() > self.size - 0.5
+            for held in self._held if full else ():
                 held.handle = keep(held.start(torch.from_numpy(held.payload)))
+            self._counted = full
         except Exception as error:
             # Of a Horovod that has been shut down, of whatever type.
             self._counted, self._error = False, error
-        self._count = None
         self._held.clear()
         return True
 
@@ -276,36 +276,64 @@ class _Counts:
     """The counts that are under way in this process, and a thread that polls them."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # for all below
-        self._steps: List[_CountedStep] = []
+        self._lock = threading.Lock()  # for the thread
         self._thread: Optional[threading.Thread] = None
-        self._over = threading.Event()
+        # None ends the thread.
+        self._steps: "queue.SimpleQueue[Optional[_CountedStep]]" = queue.SimpleQueue()
 
     def add(self, step: _CountedStep) -> None:
-        with self._changed:
-            self._steps.append(step)
+        with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._poll, name="hvdc-counts", daemon=True)
                 self._thread.start()
                 # A thread that frees a tensor while Python shuts down aborts the process.
                 atexit.register(self._stop, self._thread)
-            self._changed.notify()
+        self._steps.put(step)
 
     def _stop(self, thread: threading.Thread) -> None:
-        with self._changed:
-            self._over.set()
-            self._changed.notify()
+        self._steps.put(None)
         thread.join()
 
     def _poll(self) -> None:
-        while not self._over.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._steps or self._over.is_set())
-                steps = list(self._steps)
-            over = [step for step in steps if step.end_count(wait=False)]
-            with self._changed:
-                self._steps = [step for step in self._steps if step not in over]
-            self._over.wait(_POLL_INTERVAL)
+        steps: List[Any] = [self._steps.get()]
+        while None not in steps:
+            steps = [step for step in steps if not step.end_count(wait=False)]
+            time.sleep(_POLL_INTERVAL)
+            # Waits where none is under way.
+            while not steps or not self._steps.empty():
+                steps.append(self._steps.get())
 
 
 _counts = _Counts()
+
+
+class TorchRanks(HorovodRanks):
+    """The ranks of a process set of horovod.torch. reduced: True where Horovod's optimizer reduces
+    what they exchange, which it also does in a process set of one rank."""
+
+    def __init__(self, process_set: Any, reduced: bool = False) -> None:
+        super().__init__(hvd, process_set)
+        self.active = self.active or reduced and self.included and hvd.size() > 1
+        # By whether MPI moves payloads.
+        self._transports: Dict[bool, Transport] = {}
+
+    def transport_of(self, compressor: Any) -> Transport:
+        if not self.active:
+            return Loopback.group(1)[0]
+        over_mpi = compressor.policy.transport == "mpi"
+        if over_mpi not in self._transports:
+            self._transports[over_mpi] = (
+                MPITransport(hvd, self.process_set)
+                if over_mpi
+                else HorovodTransport(self.process_set)
+            )
+        return self._transports[over_mpi]
+
+    def mean(self, tensor: torch.Tensor, name: str) -> Callable[[], Any]:
+        """Starts the mean over ranks, in the tensor's own memory. Returns a function that waits for
+        it."""
+        self.transport.count(tensor.nbytes, tensor.nbytes)
+        handle = hvd.allreduce_async_(
+            tensor, name=name, op=hvd.Average, process_set=self.process_set
+        )
+        return functools.partial(synchronize, keep(handle))

@@ -59,8 +59,7 @@ def uneven(*trained: Any) -> Iterator[None]:
     begun: List[_Member] = []
     with contextlib.ExitStack() as entered:
         for member in members:
-            member.enter(trained, begun)
-            entered.callback(member.exit)
+            entered.enter_context(member.stepping(trained, begun))
         yield
     for member in members:
         member.leave()
@@ -84,8 +83,10 @@ class _Member:
         self.answered = False
         self._handle: Any = None
 
-    def enter(self, trained: Sequence[Any], begun: "List[_Member]") -> None:
-        """begun: for all of the block, those whose steps have begun on this rank, in this order."""
+    @contextlib.contextmanager
+    def stepping(self, trained: Sequence[Any], begun: "List[_Member]") -> Iterator[None]:
+        """Around this rank's own steps. begun: for all of the block, those whose steps have begun
+        on this rank, in this order."""
         compression, ranks = self.compression, self.ranks
         compression.handshake()
         self.name = f"{ranks.label()}:uneven.{next(compression._blocks)}"
@@ -108,12 +109,12 @@ class _Member:
 
         # Before each step that this rank takes.
         compression._announce = begin
-        self._hook = self.optimizer.register_step_pre_hook(before_step)
-
-    def exit(self) -> None:
-        """After this rank's last step, or an exception."""
-        self.compression._announce = None
-        self._hook.remove()
+        hook = self.optimizer.register_step_pre_hook(before_step)
+        try:
+            yield
+        finally:
+            compression._announce = None
+            hook.remove()
 
     def refuse_waiting(self) -> None:
         """RuntimeError where ranks without data wait for this rank's results to be asked for,

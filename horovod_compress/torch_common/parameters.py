@@ -3,6 +3,7 @@
 import collections
 import collections.abc
 import inspect
+import zlib
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import numpy as np
@@ -279,6 +280,47 @@ def _listed(named_parameters: Any) -> List[Tuple[str, torch.Tensor]]:
             "named_parameters must be (name, parameter) pairs, as model.named_parameters() gives"
         )
     return named
+
+
+def trained(
+    optimizer: torch.optim.Optimizer, named_parameters: Optional[NamedParameters]
+) -> Dict[str, torch.Tensor]:
+    """{name: parameter} of those that this optimizer steps. One that has two names counts once."""
+    own = {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    }
+    trained = {
+        id(param): (name, param)
+        for name, param in named(optimizer, named_parameters)
+        if id(param) in own
+    }
+    places: Dict[Any, str] = {}
+    for name, param in trained.values():
+        if not param.is_floating_point():
+            raise ValueError(
+                f"{name}: a parameter of {param.dtype} cannot be compressed; real floating point "
+                f"is needed"
+            )
+        its = shards.local(param)
+        if its.is_meta:
+            raise ValueError(f"{name} is on the meta device: make UpdateOptimizer after to_empty()")
+        if not its.numel() or not its.data_ptr():
+            continue
+        other = places.setdefault((its.device, its.data_ptr()), name)
+        if other != name:
+            raise ValueError(
+                f"{other} and {name} share memory, so that what one adds would count as the "
+                f"other's too: assign the parameter itself, not its data or a Parameter made of "
+                "it, and the two are one"
+            )
+    return dict(trained.values())
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def is_sparse(grad: Optional[torch.Tensor]) -> bool:

@@ -1,6 +1,7 @@
 """The steps of an optimizer whose gradients are exchanged, from the first gradient to the use of
 the results, whoever hands gradients over."""
 
+import contextlib
 import logging
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Protocol, Tuple
@@ -8,12 +9,12 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Pr
 import torch
 
 from ..compressors import get_compressor
-from ..compressors.base import NO_RATE, Compressor
+from ..compressors.base import NO_RATE
 from ..engine.exchange import Exchange
 from ..engine.loss_scale import to_true_units
 from ..kernels.landing import landing
 from ..protocol.handshake import agree
-from ..session.auto import Auto, Controller, default_candidates
+from ..session.auto import Auto, Controller, default_candidates, refuse_begun_within_step
 from ..session.choice import Choice, requested_compressor
 from ..session.lifecycle import Event, State
 from ..session.notices import warn_once
@@ -37,7 +38,7 @@ class Host(Protocol):
     advice_on_options: str
 
     def reduced(self, steps: "Steps") -> List[Slot]:
-        """The parameters whose gradients come, of those that have a slot."""
+        """The parameters whose gradients come, of those that have a slot, where ranks exchange."""
 
     def factor(self) -> Optional[float]:
         """As of `Port`."""
@@ -48,12 +49,9 @@ class Host(Protocol):
     def before_step(self, optimizer: Any) -> None:
         """Comes before each step of an optimizer, also before one with a closure."""
 
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
-        """RuntimeError where the step that begins, or goes on after its closure, would use
-        gradients of one rank alone."""
-
-    def before_use(self, optimizer: Any) -> None:
-        """Comes before the optimizer uses results."""
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
+        """Comes where a step begins without closure, or goes on after it, and uses results where
+        they are there. RuntimeError where it would use gradients of one rank alone."""
 
     def before_unused(self) -> None:
         """Comes where a step begins and no optimizer has used the results of the last one."""
@@ -81,6 +79,7 @@ class Steps(Port):
     Attributes:
         session: the compression's dealings with its ranks.
         slots: the parameters.
+        hooks: those around the optimizer's steps; `close()` removes them.
         optimizer: the one that uses the results, once it is known.
         takeover, moments: as of the choice in force.
         streams: those of a GPU that gradients were encoded on.
@@ -108,8 +107,7 @@ class Steps(Port):
         self.streams = Streams()
         self.scale: Optional[float] = None
         self.options_agreed = False
-        # Of the hooks around the optimizer's steps.
-        self._handles: List[Any] = []
+        self.hooks = contextlib.ExitStack()
         # What users were told last of an SGD's takeover.
         self._announced: Optional[str] = None
         # Of the smallest parameter whose momentum is taken over: its last result.
@@ -134,9 +132,8 @@ class Steps(Port):
                 "in an elastic job ranks that join would not know what was chosen: let auto() "
                 "choose in a job of constant size, and use plan['spec']"
             )
-        optimizer = self.bound_optimizer
-        takes_over = can_take_over(optimizer) and not is_plain_sgd(optimizer)
-        is_sgd = isinstance(optimizer, torch.optim.SGD)
+        is_sgd = isinstance(self.bound_optimizer, torch.optim.SGD)
+        takes_over = can_take_over(self.bound_optimizer)
         return list(auto.candidates or default_candidates(is_sgd=is_sgd, takes_over=takes_over))
 
     # -- for the session
@@ -149,10 +146,11 @@ class Steps(Port):
 
     def choose(self, spec: Any) -> Choice:
         """As of `Port`, with the bound optimizer's momentum."""
-        optimizer, reduced = self._stepping, self._host.reduced(self)
+        optimizer, active = self._stepping, self._ranks.active
+        reduced = self._host.reduced(self) if active else []
         compressor = requested = requested_compressor(spec, optimizer, is_plain_sgd(optimizer))
         names = {id(slot.param): slot.name for slot in reduced}
-        takeover = SGDTakeover(optimizer if self._ranks.active else None, compressor, names)
+        takeover = SGDTakeover(optimizer if active else None, compressor, names)
         variants = takeover.variants
         if (
             compressor.traits.corrects_momentum
@@ -193,12 +191,6 @@ class Steps(Port):
         if said not in (None, self._announced) and self._ranks.rank_and_size()[0] == 0:
             self._announced = said
             _log.warning("%s", said)
-
-    def make(self, choice: Choice) -> Exchange:
-        alone, machine = self._ranks.elastic, choice.machine
-        exchange = Exchange(choice.compressor, choice.transport, choice.tensors, alone, machine)
-        exchange.follows_momentum = choice.follows_momentum
-        return exchange
 
     def look_for_optimizer(self) -> None:
         self._host.look_for_optimizer()
@@ -344,16 +336,8 @@ class Steps(Port):
             return self._before_step(optimizer, args, kwargs)
 
         after = torch.compiler.disable(lambda *_: self._after_step())
-        self._handles = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
-
-    def unregister(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.hooks.callback(optimizer.register_step_pre_hook(before).remove)
+        self.hooks.callback(optimizer.register_step_post_hook(after).remove)
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: Dict[str, Any]) -> Optional[tuple]:
         """Before a step of the optimizer. Returns other (args, kwargs) for it where it is given a
@@ -376,7 +360,7 @@ class Steps(Port):
         self, optimizer: torch.optim.Optimizer, event: Event, in_closure: bool
     ) -> None:
         """Prepares the results that are there, if any, for the optimizer to use."""
-        self._host.refuse_unreduced(optimizer, in_closure)
+        self._host.before_use(optimizer, in_closure)
         lifecycle = self.session.lifecycle
         if not lifecycle.take(event):
             if lifecycle.state is State.IDLE and self.takeover.uses_again():
@@ -393,7 +377,6 @@ class Steps(Port):
                 "a GradScaler scales these gradients: give the compression grad_scaler=…, or "
                 "what it keeps does not follow the scale"
             )
-        self._host.before_use(optimizer)
         looks, latest = self._to_look_for, exchange.latest
         if exchange.tensors.keep_state and not skips(optimizer):
             looks.append(lambda: _warn_of_undone(latest))
@@ -482,16 +465,6 @@ def bring_means(exchange: Exchange, ranks: Any, carriers: Dict[str, Any]) -> Non
         if name in waits:
             waits[name]()
         exchange.finish(name, carrier, now=False)
-
-
-def refuse_begun_within_step(compressor: Compressor) -> None:
-    """ValueError where an algorithm has to see a forward pass before the first gradient."""
-    moments = compressor.policy.moments
-    if moments != "minibatch":
-        raise ValueError(
-            f"moments={moments} cannot begin at a step's first gradient: call "
-            f"compression.switch(spec) without at, before the step's forward pass"
-        )
 
 
 def _options(optimizer: Optional[torch.optim.Optimizer]) -> Dict[str, Dict[str, Any]]:

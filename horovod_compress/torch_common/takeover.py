@@ -1,9 +1,9 @@
 """Momentum and weight decay of an SGD that a momentum-correcting compression has taken over."""
 
-import functools
+import contextlib
 import inspect
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -28,9 +28,10 @@ def is_plain_sgd(optimizer: Any) -> bool:
 
 
 def can_take_over(optimizer: Any) -> bool:
-    """Returns whether this is an SGD whose momentum a compression can take over, if it has any."""
+    """Returns whether this is an SGD with a momentum that a compression can take over."""
     return (
         isinstance(optimizer, torch.optim.SGD)
+        and not is_plain_sgd(optimizer)
         and _steps_as_sgd(optimizer)
         and not any(group["dampening"] for group in optimizer.param_groups)
     )
@@ -51,6 +52,14 @@ def warn_of_changed(algorithm: str, since: str, whole: bool = True) -> None:
         f"large as those that clip_grad_norm_ sees otherwise. {clip} the compression with "
         "momentum=0"
     )
+
+
+def momentum_buffer(state: Dict[str, Any], param: torch.Tensor) -> torch.Tensor:
+    """SGD's own momentum of a parameter, in the state that it keeps of that; zeros from now on
+    where there is none."""
+    if state.get("momentum_buffer") is None:
+        state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
+    return state["momentum_buffer"]
 
 
 class SGDTakeover:
@@ -80,8 +89,8 @@ class SGDTakeover:
         self._compressor = compressor
         # One of the gradients that the last step has used: its parameter, itself and its version.
         self._used: Optional[Tuple[torch.Tensor, Any, int]] = None
-        # What gives groups back what the step under way has suspended; the last comes first.
-        self._restoring: List[Callable[[], Any]] = []
+        # Gives groups back what the step under way has suspended.
+        self._suspended = contextlib.ExitStack()
         # Of buffers of parameters without weight decay that were found to hold something:
         # id(parameter) → their largest element, then.
         self._largest: Dict[int, float] = {}
@@ -100,9 +109,7 @@ class SGDTakeover:
                 continue
             self._refuse(optimizer, group)
             self.variants.update(
-                (names[id(param)], compressor.bound(momentum, nesterov))
-                for param in group["params"]
-                if id(param) in names
+                (name, compressor.bound(momentum, nesterov)) for name in self._names_of(group)
             )
             decay = f" and weight_decay={group['weight_decay']:g}" if group["weight_decay"] else ""
             logged.add(f"momentum={momentum:g}{' (nesterov)' if nesterov else ''}{decay}")
@@ -112,6 +119,10 @@ class SGDTakeover:
             if logged
             else None
         )
+
+    def _names_of(self, group: Dict[str, Any]) -> List[str]:
+        """Those of a group's parameters whose gradients come."""
+        return [self._names[id(p)] for p in group["params"] if id(p) in self._names]
 
     def _refuse(self, optimizer: Any, group: Dict[str, Any]) -> None:
         """Raises ValueError where the momentum of a group cannot be taken over."""
@@ -131,16 +142,12 @@ class SGDTakeover:
         """The sum in the end of an SGD's moves by a result of 1, by name: 1/(1 − m), and 1 where
         its momentum is taken over."""
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ()
-        own = [
-            (self._names[id(p)], float(group["momentum"]))
-            for group in groups
-            for p in group["params"]
-            if id(p) in self._names
-        ]
         return {
-            name: 1 / (1 - momentum)
-            for name, momentum in own
-            if name not in self.variants and momentum < 1
+            name: 1 / (1 - float(group["momentum"]))
+            for group in groups
+            if group["momentum"] < 1
+            for name in self._names_of(group)
+            if name not in self.variants
         }
 
     def covers(self, param: torch.Tensor) -> bool:
@@ -154,7 +161,7 @@ class SGDTakeover:
         changed: Dict[str, Dict[str, Any]] = {}
         for group in optimizer.param_groups if self.variants or self.follows else ():
             momentum, nesterov = momentum_of(self._compressor, group)
-            for name in (self._names[id(p)] for p in group["params"] if id(p) in self._names):
+            for name in self._names_of(group):
                 known = self.variants.get(name)
                 before = (0.0, False) if known is None else (known.momentum, known.nesterov)
                 # The parameters of a group have one momentum.
@@ -191,10 +198,10 @@ class SGDTakeover:
                 # The others' do not: SGD does all of these, in a group of their own.
                 others = [p for p in with_gradient if not self.covers(p)]
                 optimizer.param_groups.append({**group, "params": others})
-                self._restoring.append(optimizer.param_groups.pop)
+                self._suspended.callback(optimizer.param_groups.pop)
                 suspended["params"] = params
             before = {key: group[key] for key in suspended}
-            self._restoring.append(functools.partial(group.update, before))
+            self._suspended.callback(group.update, before)
             group.update(suspended)
 
     def uses_again(self) -> bool:
@@ -207,8 +214,7 @@ class SGDTakeover:
 
     def restore(self) -> None:
         """Gives the groups back what a step has suspended."""
-        while self._restoring:
-            self._restoring.pop()()
+        self._suspended.close()
 
     def give_back(self, optimizer: Any) -> None:
         """Comes before SGD may apply momentum again. Its fused step needs buffers of all parameters
@@ -217,9 +223,7 @@ class SGDTakeover:
             states = [(p, optimizer.state[p]) for p in group["params"] if p in optimizer.state]
             if any(state.get("momentum_buffer") is not None for _, state in states):
                 for p in filter(self.covers, group["params"]):
-                    if optimizer.state[p].get("momentum_buffer") is None:
-                        zeros = torch.zeros_like(p, requires_grad=False)
-                        optimizer.state[p]["momentum_buffer"] = zeros
+                    momentum_buffer(optimizer.state[p], p)
 
     @torch.no_grad()
     def _add_decay(
@@ -240,18 +244,12 @@ class SGDTakeover:
         if not decay:
             # torch.distributed.checkpoint asks for what a plain SGD of this momentum would have.
             for p in filter(is_shard, params):
-                if state[p].get("momentum_buffer") is None:
-                    state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+                momentum_buffer(state[p], p)
             params = [p for p in params if self._holds_momentum(state[p], p)]
         if not params:
             return
-        for p in params:
-            if state[p].get("momentum_buffer") is None:
-                state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
-        buffers, grads = (
-            [state[p]["momentum_buffer"] for p in params],
-            [p.grad for p in params if p.grad is not None],
-        )
+        buffers = [momentum_buffer(state[p], p) for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         torch._foreach_mul_(buffers, momentum)
         if decay:
             torch._foreach_add_(buffers, params, alpha=decay)

@@ -1,22 +1,184 @@
 """An optimizer whose ranks exchange what they would add to the parameters, compressed, in place of
-gradients, whoever moves that."""
+gradients, and that compression, whoever moves it."""
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
 from ..engine import checkpoint
-from ..protocol.handshake import MismatchError
+from ..engine.exchange import Exchange
+from ..protocol.handshake import MismatchError, gather
+from ..session.bound import Bound
+from ..session.choice import Choice
 from ..session.notices import warn_once
-from ..session.updates import Nesterov, check_rounds
-from .optimizer_around import OptimizerAround, check_inner, check_one_state
-from .optimizer_methods import Probe, watch
-from .parameters import NamedParameters
-from .shards import like, local
-from .shared_parameters import SharedParameter, checksum, trained
+from ..session.port import Port
+from ..session.session import Session
+from ..session.updates import Nesterov, average, check_rounds, compressor_for_updates, make_alike
+from . import shards
+from .optimizer_around import OptimizerAround, Probe, check_inner, check_one_state, watch
+from .parameters import NamedParameters, Slot, checksum, flat_memory, places_of, trained
 from .state_names import rekeyed, renaming
-from .update_compression import UpdateCompression
+from .steps import bring_means
+
+
+class SharedParameter(Slot):
+    """A parameter with the value that all ranks share, and where an outer optimizer has one, its
+    momentum. Of a DTensor all are its part on this rank."""
+
+    def __init__(self, name: str, param: torch.Tensor, outer: Optional[Nesterov]) -> None:
+        super().__init__(name, param)
+        self.shared = torch.empty_like(self.values)
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        self.momentum = torch.zeros_like(self.values, dtype=dtype) if outer else None
+        # The update, until the exchange is over. None where that itself subtracts and adds the
+        # shared value.
+        self.loaded: Optional[torch.Tensor] = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The parameter's, in its memory. Looked up, because FSDP may give it another one when
+        training begins."""
+        return shards.local(self.param).detach()
+
+    def swap(self) -> None:
+        """Exchanges its values and the shared ones."""
+        if shards.is_shard(self.param):
+            # FSDP gathers from its memory.
+            kept = self.values.clone()
+            self.values.copy_(self.shared)
+            self.shared.copy_(kept)
+        else:
+            self.param.data, self.shared = self.shared, self.param.data
+
+    def update(self, session: Session) -> Tuple[str, Any, Any]:
+        """The sum of the local steps, as `UpdateCompression.exchange` takes it: in the parameter's
+        own memory where possible."""
+        on_device = session.exchange.tensors.on_device(self.name)
+        values = self.values
+        own, base = (flat_memory(tensor, on_device) for tensor in (values, self.shared))
+        if self.momentum is None and own is not None and base is not None:
+            self.loaded = None
+            return self.name, own, base
+        values.sub_(self.shared)
+        self.loaded, flat = self.load_for(session, values)
+        return self.name, flat, None
+
+    def rollback(self) -> None:
+        self.values.copy_(self.shared)
+
+    def apply(self, outer: Optional[Nesterov]) -> None:
+        """Adds the mean of all ranks' updates, which `update` has become, to the shared value."""
+        if self.loaded is None:
+            return
+        if outer is not None and self.momentum is not None:
+            self.momentum = (
+                self.momentum.to(self.loaded.device).mul_(outer.momentum).add_(self.loaded)
+            )
+            self.loaded.add_(self.momentum, alpha=outer.momentum).mul_(outer.lr)
+        values = self.values
+        if self.loaded.data_ptr() == values.data_ptr():
+            values.add_(self.shared)
+        else:
+            # In the wider of both types, and rounded once.
+            values.copy_(self.shared).add_(self.loaded.to(values.device))
+
+
+class UpdateCompression(Bound, Port):
+    """The compression of an UpdateOptimizer.
+
+    Args:
+        ranks: those that exchange, as of `bring_means`.
+        spec: as for `horovod_compress.get_compressor`, or an unbound compression.
+        params: the parameters, by name.
+        options: what else must be alike on all ranks, JSON-able.
+        broadcast: what to do where ranks begin with different parameters.
+    """
+
+    def __init__(
+        self,
+        ranks: Any,
+        spec: Any,
+        params: Dict[str, torch.Tensor],
+        options: Dict[str, Any],
+        broadcast: str,
+    ) -> None:
+        self._ranks, self._params, self._broadcast = ranks, params, broadcast
+        described = {
+            name: [*param.shape, *shards.place_of(param).values()] for name, param in params.items()
+        }
+        self._alike = {**options, "shapes": described}
+        super().__init__(Session(ranks, self, spec))
+        self._exchange: Exchange = self._session.exchange
+
+    def choose(self, spec: Any) -> Choice:
+        compressor = compressor_for_updates(spec, self._ranks.rank_and_size()[0])
+        tensors = {
+            name: (shards.shape_of(param), compressor) for name, param in self._params.items()
+        }
+        alike = {**self._alike, **places_of(self._ranks, self._params.values(), compressor)}
+        return Choice(compressor, compressor, tensors, alike)
+
+    def as_saved(self, state: Dict[str, Any]) -> Dict[str, Any]:
+        return shards.as_saved(state, self._params, self._session.exchange.tensors)
+
+    def as_here(self, state: Any) -> Any:
+        here = self._session.exchange.tensors
+        return shards.as_here(state, self._params, here, self._ranks.refused_alone)
+
+    def begin(self, parameters: Dict[str, int], local_steps: int) -> None:
+        """Compares what must be alike on all ranks before the first step. parameters: a checksum of
+        each that ranks share; local_steps: so many since then."""
+        self._ranks.refuse_unsynced(
+            "hvd.elastic.TorchState(model=model, optimizer=optimizer) of this UpdateOptimizer"
+        )
+        self._session.handshake(
+            {"local_steps": local_steps, "parameters": parameters},
+            "come to the first step of their UpdateOptimizer",
+            "Start all ranks alike, or load on every rank what that rank has saved, and "
+            f"{self._broadcast} before the first step",
+        )
+
+    def exchange(self, updates: Iterable[Tuple[str, Any, Any]]) -> bool:
+        """Replaces each rank's updates by what the compression brings of their mean. updates:
+        names, flat float32 arrays, and what those count from: an array is that plus the update, and
+        becomes that plus the mean. Returns whether the results are finite on all ranks; where not,
+        what was to be sent waits for the next exchange."""
+        exchange, ranks = self._exchange, self._ranks
+        if not ranks.active:
+            for _ in updates:  # which are the mean
+                pass
+            return True
+        self._session.meet()
+        carriers = {name: exchange.submit(name, flat, base=base) for name, flat, base in updates}
+        bring_means(exchange, ranks, carriers)
+        return exchange.succeeded
+
+    def switch(self, spec: Any) -> None:
+        """As of `Bound`. Ranks that have not come to their first step compare parameters there."""
+        agreed = self._session.agreed
+        super().switch(spec)
+        self._session.agreed = agreed
+
+    def mean(self, names: str, tensors: Dict[str, torch.Tensor]) -> None:
+        """Makes tensors their mean over ranks. names: the beginning of names of collectives."""
+        copies = {
+            name: tensor.to("cpu", torch.promote_types(tensor.dtype, torch.float32)).contiguous()
+            for name, tensor in tensors.items()
+        }
+        waits = [self._ranks.mean(copy, f"{names}.{name}") for name, copy in copies.items()]
+        for wait, (name, copy) in zip(waits, copies.items()):
+            wait()
+            if copy is not tensors[name]:
+                tensors[name].copy_(copy)
+
+    def steps_of_all(self) -> List[int]:
+        """How many exchanges each rank has had, with those before it has loaded a state."""
+        ranks = self._ranks
+        if not ranks.active:
+            return [0]
+        steps = self._exchange.steps_taken()
+        return gather(ranks.transport, f"{ranks.label()}.steps", steps)
 
 
 class UpdatingOptimizer(OptimizerAround):
@@ -110,7 +272,7 @@ class UpdatingOptimizer(OptimizerAround):
         values = {each.name: each.values for each in self._parameters}
         if Probe(list(values.values())).differs(before):
             sums = [checksum(each) for each in values.values()]
-            self.compression.make_alike(method, sums, values)
+            make_alike(self._session.ranks, method, sums, values, self.compression.mean)
 
     def _exchange(self) -> None:
         if self._outer is None and not self._session.ranks.active:
@@ -138,7 +300,7 @@ class UpdatingOptimizer(OptimizerAround):
         again."""
         for each in self._parameters:
             for key, value in self.state.get(each.param, {}).items():
-                if torch.is_tensor(value) and not torch.isfinite(local(value)).all():
+                if torch.is_tensor(value) and not torch.isfinite(shards.local(value)).all():
                     warn_once(
                         f"rank {self._session.exchange.now.rank}'s optimizer holds numbers that "
                         f"are not finite, {key} of {each.name}: so will be its "
@@ -171,16 +333,18 @@ class UpdatingOptimizer(OptimizerAround):
         """Makes the optimizer's own tensors, such as Adam's moments, their mean over ranks. All
         ranks call it; it sends them densely. MismatchError where some rank has no moments of a
         parameter yet."""
-        self.compression.average(
+        average(
+            self._session.ranks,
             {
-                f"{each.name}.{key}": local(value)
+                f"{each.name}.{key}": shards.local(value)
                 for each in self._parameters
                 for key, value in sorted(self.state.get(each.param, {}).items())
                 if torch.is_tensor(value)
                 and value.is_floating_point()
                 # Not what counts steps.
                 and (value.dim() or not each.param.dim() and key != "step")
-            }
+            },
+            self.compression.mean,
         )
 
     def switch(self, spec: Any) -> None:
@@ -207,12 +371,8 @@ class UpdatingOptimizer(OptimizerAround):
                 f"after an exchange"
             )
         momentum = {name: its.clone() for name, its in self._momenta().items()}
-        if portable:
-            momentum = {
-                each.name: like(momentum[each.name], each.param)
-                for each in self._parameters
-                if each.name in momentum
-            }
+        for each in self._parameters if portable and momentum else ():
+            momentum[each.name] = shards.like(momentum[each.name], each.param)
         kept = {
             "compression": self.compression.state_dict(portable),
             "local_steps": local_steps,
@@ -250,7 +410,7 @@ class UpdatingOptimizer(OptimizerAround):
         for each in self._parameters if self.local_steps else ():
             each.shared.copy_(kept["shared"][each.name])
         for name, momentum in self._momenta().items() if kept is not None else ():
-            momentum.copy_(local(kept["momentum"][name]))
+            momentum.copy_(shards.local(kept["momentum"][name]))
         # What ranks have loaded is compared in their next step.
         self._session.agreed = False
 
@@ -260,7 +420,7 @@ class UpdatingOptimizer(OptimizerAround):
             ("shared", kept["local_steps"] > 0),
             ("momentum", self._outer is not None),
         ):
-            found = {name: tuple(local(tensor).shape) for name, tensor in kept[part].items()}
+            found = {name: tuple(shards.local(tensor).shape) for name, tensor in kept[part].items()}
             if found != (
                 {each.name: tuple(each.shape) for each in self._parameters} if needed else {}
             ):
@@ -269,7 +429,7 @@ class UpdatingOptimizer(OptimizerAround):
                     f"other options, or another model?"
                 )
             for name, tensor in kept[part].items():
-                if not torch.isfinite(local(tensor)).all():
+                if not torch.isfinite(shards.local(tensor)).all():
                     raise ValueError(
                         f"this state does not fit: the {part} values of {name} are not finite, and "
                         "no step would be again: load an older one"

@@ -47,7 +47,7 @@ class GroupCompression(Bound, ABC):
     # -- as of `Host`
 
     def reduced(self, steps: Steps) -> List[Slot]:
-        return list(steps.slots) if self._ranks.active else []
+        return list(steps.slots)
 
     def factor(self) -> float:
         # That of a mean.
@@ -58,10 +58,8 @@ class GroupCompression(Bound, ABC):
 
     def before_step(self, optimizer: Any) -> None: ...
 
-    def before_use(self, optimizer: Any) -> None: ...
-
     @abstractmethod
-    def refuse_unreduced(self, optimizer: Any, in_closure: bool) -> None:
+    def before_use(self, optimizer: Any, in_closure: bool) -> None:
         """As of `Host`."""
 
     @abstractmethod

@@ -15,8 +15,7 @@ from ..torch_common.optimizer_around import check_inner
 from ..torch_common.parameters import NamedParameters
 from ..torch_common.search import objects_of
 from ..torch_common.shards import is_shard
-from ..torch_common.shared_parameters import SharedParameter
-from ..torch_common.updates import UpdatingOptimizer
+from ..torch_common.updates import SharedParameter, UpdatingOptimizer
 from .checks import check_replicas
 from .compression import GroupCompression
 from .ranks import GroupRanks, group_of

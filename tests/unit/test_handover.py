@@ -271,7 +271,7 @@ def test_updates_that_are_switched_before_their_first_step_are_compared_in_it():
     torch = pytest.importorskip("torch")
     from test_port import ToyRanks
 
-    from horovod_compress.torch_common.update_compression import UpdateCompression
+    from horovod_compress.torch_common.updates import UpdateCompression
 
     def first_step(rank, transport):
         params = {"w": torch.zeros(4)}

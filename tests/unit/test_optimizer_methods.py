@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("horovod.torch", reason="the package needs Horovod with PyTorch")
 
-from horovod_compress.torch_common.optimizer_methods import Probe, watch  # noqa: E402
+from horovod_compress.torch_common.optimizer_around import Probe, watch  # noqa: E402
 
 
 class Swapping(torch.optim.SGD):

@@ -9,7 +9,6 @@ import pytest
 from ranks import Waiting, on_all_ranks
 
 from horovod_compress import MismatchError, get_compressor, simulate
-from horovod_compress.engine.exchange import Exchange
 from horovod_compress.protocol.machine import Placement
 from horovod_compress.session.bound import Bound
 from horovod_compress.session.choice import Choice
@@ -47,9 +46,6 @@ class Toy(Bound, Port):
         tensors = {name: (shape, compressor) for name, shape in self.shapes.items()}
         alike = {"tensors": [[name, *shape] for name, shape in self.shapes.items()]}
         return Choice(compressor, compressor, tensors, alike)
-
-    def make(self, choice):
-        return Exchange(choice.compressor, choice.transport, choice.tensors, machine=choice.machine)
 
     def means(self, gradients):
         """Takes a step; returns the means over ranks."""
