@@ -143,11 +143,12 @@ class TopK(GatheringCompressor):
         first, array, density = steps[0], self.traits.accumulator, self.density(steps[0].index)
         vs = [state.arrays[array] for state in states]
         sizes = [self._sizes[v.size, density] for v in vs]
+        bases = [step.base for step in steps]
         payloads = kernels.of(grads[0]).encode_topk(
             grads,
             [state.arrays["u"] for state in states] if momentum else None,
             vs,
-            base=None if first.base is None else [step.base for step in steps],
+            base=bases if any([base is not None for base in bases]) else None,
             momentum=momentum,
             nesterov=nesterov,
             scale=first.scale,

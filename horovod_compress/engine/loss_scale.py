@@ -41,8 +41,8 @@ class LossScale(Extension):
     def begin(
         self, tensors: Sequence[Tensor], grads: Sequence[Any], steps: Sequence[Step]
     ) -> Sequence[Step]:
-        first, step = tensors[0], steps[0]
-        compressor, loss_scale = first.compressor, 1 / step.scale
+        compressor, step = tensors[0].compressor, steps[0]
+        loss_scale = 1 / step.scale
         # On hosts, some tensors of a group may owe a debt.
         if any(tensor.keeps_gradients for tensor in tensors):
             if compressor.traits.takes_scale:
@@ -53,7 +53,8 @@ class LossScale(Extension):
                     np.multiply(each.squares, np.float32(step.scale**2), out=each.squares)
             return with_fields(steps, gain=loss_scale, scale=1.0)
         gain = loss_scale if compressor.traits.ignores_size else 1.0
-        if compressor.roles.keys() & first.state.arrays.keys():
+        # Momentum that begins later may have begun for some.
+        if any(compressor.roles.keys() & tensor.state.arrays.keys() for tensor in tensors):
             # The state is of results.
             gain = step.scale
             self._to_come.update((tensor.name, loss_scale) for tensor in tensors)

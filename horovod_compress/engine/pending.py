@@ -92,7 +92,8 @@ class CarriedStep:
         # carrier, and where the result is to be.
         self.arrived: List[Tuple[int, np.ndarray, np.ndarray]] = []
         self._bases: Dict[int, np.ndarray] = {}
-        self._gain = 1.0
+        # By number.
+        self._gains: List[float] = []
 
     def carry(self, tensor: Tensor, grad: np.ndarray, step: Step) -> np.ndarray:
         """Begins a tensor's step. Returns the array for the reducer."""
@@ -108,7 +109,7 @@ class CarriedStep:
         if self.group.on_device or type(grad) is not np.ndarray:
             self.group.follow(its, grads)
         (step,) = steps
-        self._gain = step.gain
+        self._gains.append(step.gain)
         encode = compressor.encode_dense if step.dense else compressor.encode
         payload: Any = encode(grad, tensor.state, step)
         for feature in self._features:
@@ -126,11 +127,11 @@ class CarriedStep:
     def decode(self, note: Callable[[Sequence[bool]], None]) -> None:
         """Decodes the results that have come. note: is told of each whether it is finite."""
         arrived, self.arrived = self.arrived, []
-        for numbers, reduced, outs in _alike(arrived):
+        for numbers, reduced, outs in self._alike(arrived):
             tensors = [self.tensors[number] for number in numbers]
-            states = [tensor.state for tensor in tensors]
-            good: Sequence[bool] = self.group.compressor.decode_dense_all(
-                reduced, outs, states, self._gain
+            states, gain = [tensor.state for tensor in tensors], self._gains[numbers[0]]
+            good: Sequence[bool] = tensors[0].compressor.decode_dense_all(
+                reduced, outs, states, gain
             )
             for number, out in zip(numbers, outs) if self._bases else ():
                 out += self._bases.pop(number)
@@ -144,12 +145,14 @@ class CarriedStep:
         for feature in self._features:
             feature.ended(self.tensors, succeeded)
 
-
-def _alike(arrived: Sequence[Tuple[int, Any, Any]]) -> Iterable[List[List[Any]]]:
-    """Results that have come, by their types and places: numbers, what has come of carriers, and
-    where results are to be."""
-    found: Dict[Any, List[Tuple[int, Any, Any]]] = {}
-    for each in arrived:
-        _, reduced, out = each
-        found.setdefault((reduced.dtype, out.dtype, getattr(out, "device", None)), []).append(each)
-    return [list(map(list, zip(*its))) for its in found.values()]
+    def _alike(self, arrived: Sequence[Tuple[int, Any, Any]]) -> Iterable[List[List[Any]]]:
+        """Results that have come, by what they have to be alike in to be decoded together: numbers,
+        what has come of carriers, and where results are to be."""
+        found: Dict[Any, List[Tuple[int, Any, Any]]] = {}
+        for each in arrived:
+            number, reduced, out = each
+            place = reduced.dtype, out.dtype, getattr(out, "device", None)
+            # A scheduler may have changed the momentum of some.
+            way = id(self.tensors[number].compressor), self._gains[number]
+            found.setdefault((place, way), []).append(each)
+        return [list(map(list, zip(*its))) for its in found.values()]

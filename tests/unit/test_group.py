@@ -44,16 +44,26 @@ class Watched(Loopback):
         return super().allreduce(name, array, op)
 
 
-def steps(exchanges, missing=()):
+def steps(exchanges, missing=(), based=(), before_fifth=lambda exchange: None):
     """Results of steps in which ranks submit in orders of their own, the fourth not finite, and the
-    last without some tensors."""
+    last without some tensors. based: those whose gradients count from a base."""
     results = []
+    bases = {name: np.full(np.prod(ALL[name]), 2, np.float32) for name in based}
     for step in range(STEPS):
         grads = gradients(step, len(exchanges), ALL)
+        for exchange in exchanges if step == 4 else ():
+            exchange.end_step()
+            before_fifth(exchange)
+        for named in grads:
+            for name, base in bases.items():
+                named[name] += base
         grads[-1]["x"][3] = np.nan if step == 3 else 1
         names = [name for name in ALL if step < STEPS - 1 or name not in missing]
         carriers = [
-            {name: exchange.submit(name, named[name]) for name in np.roll(names, rank)}
+            {
+                name: exchange.submit(name, named[name], base=bases.get(name))
+                for name in np.roll(names, rank)
+            }
             for rank, (exchange, named) in enumerate(zip(exchanges, grads))
         ]
         for _ in itertools.zip_longest(*(exchange.rounds() for exchange in exchanges)):
@@ -76,6 +86,28 @@ def test_results_and_states_are_those_of_tensors_alone(spec, missing, monkeypatc
     alone = ranks_of(spec, 3, ALL)
     np.testing.assert_equal(found, steps(alone, missing))
     assert len(set(alone[0]._group_of.values())) == len(ALL)
+
+
+@pytest.mark.parametrize("based", [("w", "x"), ("x", "y", "norm"), ("y", "a", "bias")])
+@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "dgc:ratio=0.05,momentum=0", "adacomp", "none"])
+def test_some_gradients_of_a_group_may_count_from_a_base(spec, based, monkeypatch):
+    found = steps(ranks_of(spec, 3, ALL), based=based)
+    monkeypatch.setattr(group, "MOST", 0)
+    np.testing.assert_equal(found, steps(ranks_of(spec, 3, ALL), based=based))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("dense", ["fp32", "fp16", "int8"])
+def test_some_tensors_of_a_group_may_get_another_momentum(dense, momentum, monkeypatch):
+    def change(exchange):
+        for name in ("bias", "y"):
+            exchange.tensors.replace(name, momentum=0.5)
+        exchange.expect(scale=2.0**-3)
+
+    spec = f"dgc:ratio=0.05,momentum={momentum},dense={dense}"
+    found = steps(ranks_of(spec, 3, ALL), before_fifth=change)
+    monkeypatch.setattr(group, "MOST", 0)
+    np.testing.assert_equal(found, steps(ranks_of(spec, 3, ALL), before_fifth=change))
 
 
 def many(count):
