@@ -21,11 +21,13 @@ class Compress(hf.TrainerCallback):
     """Compresses what the Trainer's model exchanges, once that is made for DDP."""
 
     def __init__(self, trainer, spec):
-        self.trainer, self.spec = trainer, spec
+        self.trainer, self.spec, self.compression = trainer, spec, None
 
     def on_train_begin(self, *_, **__):
-        model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
-        self.compression = ddp.compress(model, optimizer, self.spec)
+        # A second train() goes on with the model and the optimizer of the first.
+        if self.compression is None:
+            model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
+            self.compression = ddp.compress(model, optimizer, self.spec)
 
 
 def examples(images, labels):

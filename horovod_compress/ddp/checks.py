@@ -46,10 +46,10 @@ def check_unhooked(model: Any) -> None:
     check_model(model)
     if model._get_ddp_logging_data().get("comm_hook"):
         raise ValueError(
-            "this model has a communication hook already, and takes one only. A compression is "
-            "changed by its switch(spec); for another optimizer wrap the module in a new "
-            "DistributedDataParallel, once the old one is gone, and compress that. Leave any other "
-            "hook out"
+            "this model has a communication hook already, and takes one only. A compression stays "
+            "with its model, and is changed by its switch(spec): compress once. For another "
+            "optimizer wrap the module in a new DistributedDataParallel, once the old one is gone, "
+            "and compress that. Leave any other hook out"
         )
 
 

@@ -332,20 +332,23 @@ class UpdatingOptimizer(OptimizerAround):
     def average_state(self) -> None:
         """Makes the optimizer's own tensors, such as Adam's moments, their mean over ranks. All
         ranks call it; it sends them densely. MismatchError where some rank has no moments of a
-        parameter yet."""
-        average(
-            self._session.ranks,
-            {
-                f"{each.name}.{key}": shards.local(value)
-                for each in self._parameters
-                for key, value in sorted(self.state.get(each.param, {}).items())
-                if torch.is_tensor(value)
-                and value.is_floating_point()
-                # Not what counts steps.
-                and (value.dim() or not each.param.dim() and key != "step")
-            },
-            self.compression.mean,
-        )
+        parameter yet, TypeError where these are of a type of their own, as in 8 bits."""
+        found = {
+            f"{each.name}.{key}": shards.local(value)
+            for each in self._parameters
+            for key, value in sorted(self.state.get(each.param, {}).items())
+            if torch.is_tensor(value)
+            and value.is_floating_point()
+            # Not what counts steps.
+            and (value.dim() or not each.param.dim() and key != "step")
+        }
+        for name, its in found.items():
+            if type(its) not in (torch.Tensor, torch.nn.Parameter):
+                raise TypeError(
+                    f"{name} is a {type(its).__name__}, of which no mean is taken: save "
+                    "state_dict() of this optimizer on every rank instead"
+                )
+        average(self._session.ranks, found, self.compression.mean)
 
     def switch(self, spec: Any) -> None:
         """Another compression from the next exchange on; see `UpdateCompression.switch`. So

@@ -80,6 +80,12 @@ def rounds_are_saved_and_loaded_in_their_middle():
     its.average_state()
     train(again, its, data[:3])
     assert_replicas_identical(again)
+    # As optimizers of 8 bits keep them.
+    moments = next(iter(its.state.values()))
+    name, tensor = next((n, t) for n, t in moments.items() if torch.is_tensor(t) and t.dim())
+    moments[name] = tensor.as_subclass(type("Narrow", (torch.Tensor,), {}))
+    with raises(TypeError, f"{name} is a Narrow", "save state_dict()"):
+        its.average_state()
 
 
 @case(2)
