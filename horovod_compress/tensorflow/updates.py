@@ -1,26 +1,43 @@
 """Keras optimizers whose ranks exchange what they would add to the variables, compressed, in place
 of gradients."""
 
+import contextlib
 import functools
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..compressors.advice import ADAM
+from ..protocol.handshake import agree
+from ..session.choice import Choice
 from ..session.notices import warn_once
 from ..session.ranks import is_elastic
-from ..session.updates import Nesterov, check_ranks_of_set, check_rounds, methods_of
+from ..session.updates import (
+    Nesterov,
+    average,
+    check_ranks_of_set,
+    check_rounds,
+    compressor_for_updates,
+    make_alike,
+    methods_of,
+)
 from .adam import AdamW
+from .checks import check_options
+from .graph import Graph, GraphCompression
 from .horovod_internals import (
     KERAS,
     is_horovods,
     is_keras3,
     is_optimizer,
+    reducing,
     saved_by_keras,
+    scaler_around,
     values_of,
 )
-from .optimizer import become, build, unwrapped
-from .update_rounds import Rounds, refuse_averages
+from .optimizer import Serving, become, build, unwrapped
+from .ranks import TensorFlowRanks
+from .variables import checksum
 
 
 def UpdateOptimizer(
@@ -103,7 +120,7 @@ def _check(optimizer: Any, keeps: bool) -> None:
             "in elastic jobs UpdateOptimizer needs PyTorch: here let hvd.DistributedOptimizer "
             "compress gradients"
         )
-    refuse_averages(optimizer)
+    _refuse_averages(optimizer)
     if keeps and not hasattr(unwrapped(optimizer), "add_variable"):
         raise ValueError(
             "every and outer need one of tf.keras.optimizers, not of tf.keras.optimizers.legacy, "
@@ -111,7 +128,7 @@ def _check(optimizer: Any, keeps: bool) -> None:
         )
 
 
-def _members(optimizer: Any, rounds: Rounds) -> Dict[str, Any]:
+def _members(optimizer: Any, rounds: "Rounds") -> Dict[str, Any]:
     """Members of a class for the optimizer, whose steps are those of its own class within
     rounds."""
     base: Any = type(optimizer)
@@ -139,7 +156,7 @@ def _members(optimizer: Any, rounds: Rounds) -> Dict[str, Any]:
     }
 
 
-def _steps_in(base: Any, rounds: Rounds) -> Dict[str, Any]:
+def _steps_in(base: Any, rounds: "Rounds") -> Dict[str, Any]:
     """As of `_steps_in_keras3`, for Keras 2."""
 
     @tf.autograph.experimental.do_not_convert
@@ -162,7 +179,7 @@ def _steps_in(base: Any, rounds: Rounds) -> Dict[str, Any]:
     }
 
 
-def _watched(method: Callable[..., Any], rounds: Rounds) -> Callable[..., Any]:
+def _watched(method: Callable[..., Any], rounds: "Rounds") -> Callable[..., Any]:
     """A method of the optimizer's own, after which ranks have the same variables."""
 
     @tf.autograph.experimental.do_not_convert
@@ -174,7 +191,7 @@ def _watched(method: Callable[..., Any], rounds: Rounds) -> Callable[..., Any]:
     return call
 
 
-def _steps_in_keras3(base: Any, rounds: Rounds) -> Dict[str, Any]:
+def _steps_in_keras3(base: Any, rounds: "Rounds") -> Dict[str, Any]:
     """Methods of a class derived from `base`, that of an optimizer: its steps are those of `base`
     within rounds."""
 
@@ -201,3 +218,309 @@ def _steps_in_keras3(base: Any, rounds: Rounds) -> Dict[str, Any]:
                 variable.assign(variable.constraint(variable))
 
     return {"build": build, "apply": apply}
+
+
+class UpdateCompression(GraphCompression):
+    """The compression of an UpdateOptimizer. options: what else must be alike on all ranks,
+    JSON-able."""
+
+    def __init__(self, spec: Any, options: Dict[str, Any], process_set: Any) -> None:
+        self.ranks, self._options = TensorFlowRanks(process_set), options
+        super().__init__(Graph(self.ranks, spec, Serving(), self))
+
+    def _choose(self, spec: Any) -> Choice:
+        compressor = compressor_for_updates(spec, hvd.rank())
+        check_options(compressor)
+        return Choice(compressor, compressor, {}, self._options, held=False)
+
+    def _agreed_scaler(self) -> None:
+        """None: updates are not scaled, and each rank's loss scale is inside of its optimizer."""
+
+    def mean(self, names: str, tensors: Dict[str, Any]) -> None:
+        """As of `session.updates.Mean`."""
+        for name, variable in tensors.items():
+            wide = tf.cast(variable, _at_least_float32(variable))
+            mean = hvd.allreduce(
+                wide, name=f"{names}.{name}", op=hvd.Average, process_set=self.ranks.process_set
+            )
+            variable.assign(tf.cast(mean, variable.dtype))
+
+    def take_from_first(self, variables: List[Any]) -> None:
+        """Gives all ranks the values of the first one, in eager code. MismatchError where ranks
+        have others."""
+        ranks, label = self.ranks, self.ranks.label()
+        shapes = [[*variable.shape, variable.dtype.name] for variable in variables]
+        agree(ranks.transport, f"{label}.first", {"variables": shapes})
+        options = {"root_rank": (ranks.process_set.ranks or [0])[0]}
+        options["process_set"] = ranks.process_set
+
+        # Anew each time: the function of hvd.broadcast_variables fails where variables that it was
+        # traced with are gone.
+        @tf.function(autograph=False)
+        def take() -> None:
+            for number, variable in enumerate(variables):
+                name = f"HorovodBroadcast_{label}.{number}"
+                # Horovod's broadcast has no bfloat16.
+                wide = tf.float32 if variable.dtype == tf.bfloat16 else variable.dtype
+                sent = hvd.broadcast(tf.cast(variable, wide), name=name, **options)
+                variable.assign(tf.cast(sent, variable.dtype))
+
+        take()
+
+
+class Rounds:
+    """The rounds of an UpdateOptimizer: `every` local steps each, and the exchange."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        compression: Any,
+        every: int,
+        outer: Optional[Nesterov],
+        process_set: Any,
+    ) -> None:
+        self.compression = UpdateCompression(
+            compression, {"every": every, "outer": repr(outer)}, process_set
+        )
+        self._ranks = self.compression.ranks
+        self._optimizer, self._every, self._outer = optimizer, every, outer
+        # Has variables of ours, with its own.
+        self._keeper = unwrapped(optimizer)
+        with tf.init_scope():
+            self._reduce = reducing(self.compression, self._ranks.process_set)
+        # References to variables that all ranks began with alike.
+        self._known: Set[Any] = set()
+        # Variables whose updates are exchanged, by reference.
+        self._moving: Dict[Any, Any] = {}
+        # For each variable the value that all ranks share, where a round has several steps.
+        self._shared: Dict[Any, Any] = {}
+        # Of the outer optimizer, for each variable.
+        self._momenta: Dict[Any, Any] = {}
+        # Since the last exchange, where a round has several.
+        self._local_steps: Any = None
+        # Whether the optimizer itself is at work.
+        self._inside = False
+
+    @property
+    def keeps(self) -> bool:
+        """True if variables of ours are among the optimizer's."""
+        return self._every > 1 or self._outer is not None
+
+    @property
+    def local_steps(self) -> int:
+        return 0 if self._local_steps is None else int(self._local_steps)
+
+    @property
+    def _alone(self) -> bool:
+        """True if there is nothing to exchange: a rank alone has its variables already."""
+        ranks = self._ranks
+        return not ranks.included or self._outer is None and ranks.process_set.size() == 1
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes what is kept for the optimizer's variables."""
+        if self._shared or self._momenta:
+            return
+        if self._outer is not None:
+            for variable in variables:
+                name = f"outer/{variable.name.split(':')[0]}"
+                momentum = self._variable(variable.shape, _at_least_float32(variable), name)
+                self._momenta[variable.ref()] = momentum
+        if self._every > 1:
+            self._local_steps = self._variable([], tf.int64, "local_steps")
+            for variable in variables:
+                kept = self._keeper.add_variable_from_reference(variable, "shared")
+                (self._shared[variable.ref()],) = values_of([kept])
+                self._shared[variable.ref()].assign(variable)
+
+    def _variable(self, shape: Any, dtype: tf.DType, name: str) -> tf.Variable:
+        """A variable of zeros among the optimizer's."""
+        if is_keras3(self._keeper):
+            name = name.replace("/", "_")
+        kept = self._keeper.add_variable(
+            shape=shape, dtype=dtype.name, initializer="zeros", name=name
+        )
+        return values_of([kept])[0]
+
+    def step(
+        self, taker: Any, local_step: Callable[[], Any], grads_and_vars: List[Tuple[Any, Any]]
+    ) -> Any:
+        """A local step, and the exchange where that ends a round. taker: the optimizer that takes
+        it."""
+        if taker is not self._optimizer:
+            raise ValueError(
+                "this is a copy of an UpdateOptimizer, such as hvd.DistributedOptimizer makes: use "
+                "what UpdateOptimizer has returned"
+            )
+        _refuse_averages(self._optimizer)
+        if scaler_around(self._optimizer) is not None:
+            raise ValueError(
+                "a LossScaleOptimizer skips the steps of a rank that finds infinite gradients, for "
+                "which other ranks would wait. Put it inside: "
+                "hvdc.UpdateOptimizer(keras.mixed_precision.LossScaleOptimizer(optimizer))"
+            )
+        if self._alone:
+            with self._at_work():
+                return local_step()
+        variables = self._begin_alike(grads_and_vars)
+        shared = self._begin_round(variables)
+        with self._at_work():
+            result = local_step()
+        if self._every == 1:
+            self._exchange(variables, shared)
+        else:
+            taken = self._local_steps.assign_add(1)
+            tf.cond(taken >= self._every, lambda: self._exchange(variables, shared), tf.no_op)
+        return result
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within it the optimizer itself is at work."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    @contextlib.contextmanager
+    def outside_step(self, method: str) -> Iterator[None]:
+        """Around a method of the optimizer's own. What that makes of variables depends on what the
+        optimizer keeps, which is each rank's own: all ranks take the mean of what they have
+        then."""
+        if self._inside or not tf.executing_eagerly():
+            yield
+            return
+        variables = [ref.deref() for ref in self._moving]
+        before = [checksum(variable) for variable in variables]
+        with self._at_work():
+            yield
+        after = [checksum(variable) for variable in variables]
+        if after != before:
+            tensors = _numbered(variables)
+            make_alike(self._ranks, method, after, tensors, self.compression.mean)
+
+    def _begin_alike(self, grads_and_vars: List[Tuple[Any, Any]]) -> List[Any]:
+        """Gives all ranks rank 0's values of variables that have not been here before, and of what
+        is kept for them, because rank 0 alone may have loaded a state. Returns those that have
+        gradients, whose updates are exchanged."""
+        new = [variable for _, variable in grads_and_vars if variable.ref() not in self._known]
+        if new:
+            with tf.init_scope():
+                self.compression.handshake()
+                refs = [variable.ref() for variable in new]
+                both = (self._shared, self._momenta)
+                kept = [its[ref] for its in both for ref in refs if ref in its]
+                # Schedules of the learning rate follow the steps.
+                counted = values_of([self._keeper.iterations])
+                counted += [] if self._local_steps is None else [self._local_steps]
+                self.compression.take_from_first([*new, *kept, *counted])
+                if self.local_steps:
+                    warn_once(
+                        "training goes on in the middle of a round, from rank 0's variables: what "
+                        "other ranks' local steps had added is gone. Save where a round has ended, "
+                        "as after take_part() or hvdc.ShareUpdates()"
+                    )
+        self._known.update(variable.ref() for variable in new)
+        moving = {variable.ref(): variable for grad, variable in grads_and_vars if grad is not None}
+        if self._every > 1 and self._moving and moving.keys() != self._moving.keys():
+            names = ", ".join(
+                sorted(ref.deref().name for ref in moving.keys() ^ self._moving.keys())
+            )
+            raise ValueError(
+                f"with every={self._every} all steps change the same variables, and {names} had "
+                f"gradients in some steps only: make a new UpdateOptimizer for other variables, or "
+                f"say every=1"
+            )
+        self._moving.update(moving)
+        return list(moving.values())
+
+    def _begin_round(self, variables: List[Any]) -> List[Any]:
+        """Returns what ranks share of the variables, which their next exchange adds to."""
+        if self._every == 1:
+            return [variable.read_value() for variable in variables]
+        shared = [self._shared[variable.ref()] for variable in variables]
+        tf.cond(
+            tf.equal(self._local_steps, 0),
+            lambda: tf.group(*(its.assign(variable) for its, variable in zip(shared, variables))),
+            tf.no_op,
+        )
+        return shared
+
+    def take_part(self) -> None:
+        """Exchanges now, with what local steps have added so far, or with nothing. Call it on a
+        rank that has no data left, or is behind, when the other ranks end a round. All ranks must
+        exchange equally often."""
+        if self._alone:
+            return
+        if not self._moving:
+            raise RuntimeError(
+                "take_part() comes after the first step, in which all ranks get to know the "
+                "variables"
+            )
+        variables = list(self._moving.values())
+        self._exchange(variables, self._begin_round(variables))
+
+    def average_state(self) -> None:
+        """Makes what the optimizer keeps for its variables, such as Adam's moments, their mean over
+        ranks, which are sent densely. All ranks call it between steps. MismatchError where some
+        rank has taken no step yet."""
+        # All but what ranks have alike.
+        alike = {variable.ref() for variable in (*self._shared.values(), *self._momenta.values())}
+        kept = self._keeper.variables
+        # A method, in legacy ones.
+        kept = values_of(kept() if callable(kept) else kept)
+        differ = (v for v in kept if v.dtype.is_floating and v.shape.rank and v.ref() not in alike)
+        average(self._ranks, _numbered(differ), self.compression.mean)
+
+    def _exchange(self, variables: List[Any], shared: List[Any]) -> Any:
+        """Makes the variables what all ranks shared before, and the mean of what they have added
+        since. Returns an operation, as branches of a graph do."""
+        shared = [tf.convert_to_tensor(its) for its in shared]
+        means = self._reduce(
+            [variable.read_value() - before for variable, before in zip(variables, shared)],
+            variables,
+        )
+        # Of all variables, and alike on all ranks.
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(mean)) for mean in means])
+        tf.cond(finite, tf.no_op, lambda: tf.group(tf.numpy_function(_warn, [], [], stateful=True)))
+        for variable, before, mean in zip(variables, shared, means):
+            value = before + tf.cast(self._moved(variable, mean, finite), variable.dtype)
+            if variable.constraint is not None:
+                value = variable.constraint(value)
+            variable.assign(tf.where(finite, value, before))
+        return tf.group(*([] if self._local_steps is None else [self._local_steps.assign(0)]))
+
+    def _moved(self, variable: Any, mean: Any, finite: Any) -> Any:
+        """By how much the outer optimizer moves a variable."""
+        if self._outer is None:
+            return mean
+        momentum, mean = self._momenta[variable.ref()], tf.cast(mean, _at_least_float32(variable))
+        grown = self._outer.momentum * momentum + mean
+        momentum.assign(tf.where(finite, grown, momentum))
+        return self._outer.lr * (mean + self._outer.momentum * grown)
+
+
+def _refuse_averages(optimizer: Any) -> None:
+    """ValueError where an optimizer averages variables of this rank alone."""
+    if getattr(unwrapped(optimizer), "use_ema", False):
+        raise ValueError(
+            "use_ema averages this rank's own variables, and would put them in the place of those "
+            "that ranks share: leave it out"
+        )
+
+
+def _warn() -> None:
+    warn_once(
+        "updates were not finite on some rank, so no rank's variables have moved in that step. "
+        "Where it goes on so, the moments of some rank's "
+        "optimizer are not finite: load what was last saved on all ranks"
+    )
+
+
+def _numbered(variables: Iterable[Any]) -> Dict[str, Any]:
+    """Variables by what all ranks can call them, as names need not be alike."""
+    return {str(number): variable for number, variable in enumerate(variables)}
+
+
+def _at_least_float32(variable: Any) -> Any:
+    """The type of what is added up of a variable's numbers."""
+    return tf.float64 if variable.dtype == tf.float64 else tf.float32
