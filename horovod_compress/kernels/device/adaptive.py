@@ -15,7 +15,7 @@ import torch
 
 from .. import cpu
 from ..encoded import Encoded
-from ..lists import Late, in_groups, then
+from ..lists import Late, then
 from ..reference.dense import Float
 from . import launches
 from .array import DeviceArray
@@ -89,17 +89,13 @@ class _Marks:
         return Late(collected)
 
 
-@kernel
+@functools.partial(kernel, key=lambda call: call.squares is not None)
 def encode_variance(calls: List[Any]) -> Sequence[Encoded]:
     """As `kernels.reference.encode_variance`; squares may be on the CPU, and what was sent is
     coded there. `spare` is not used."""
     for call in calls:
         same_length(grad=call.grad, r=call.r, v=call.v, squares=call.squares)
         within_limits(call.grad)
-    return in_groups(calls, lambda call: call.squares is not None, _variance)
-
-
-def _variance(calls: List[Any]) -> Late:
     given, marks = calls[0].squares is not None, _Marks([call.grad.tensor for call in calls])
     # Which live until the program has run.
     squares = [call.grad.beside(call.squares if given else call.grad) for call in calls]
@@ -163,19 +159,6 @@ def _code_variance(
     return indices, values, scales, np.stack([old_r, old_v]), np.stack([new_r, left])
 
 
-@kernel
-def encode_adacomp(calls: List[Any]) -> Sequence[Encoded]:
-    """As `kernels.reference.encode_adacomp`; `sent` and the body are on the CPU. The sum of the
-    bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
-    millions of elements leave a device idle."""
-    for call in calls:
-        same_length(grad=call.grad, residual=call.residual)
-        within_limits(call.grad)
-        if len(call.sent) and call.sent.max() >= call.residual.size:
-            raise ValueError("index outside the tensor")
-    return in_groups(calls, _width, _adacomp)
-
-
 def _length(call: Any) -> int:
     """Elements of a bin."""
     return min(call.bin_length, max(call.grad.size, 1))
@@ -197,7 +180,16 @@ def _subtract_sent(calls: List[Any]) -> None:
     launches.launch(programs.subtract_signs, rows, sent)
 
 
-def _adacomp(calls: List[Any]) -> Late:
+@functools.partial(kernel, key=_width)
+def encode_adacomp(calls: List[Any]) -> Sequence[Encoded]:
+    """As `kernels.reference.encode_adacomp`; `sent` and the body are on the CPU. The sum of the
+    bins' largest is the same to rounding of float64. A bin is one block's work, so that few bins of
+    millions of elements leave a device idle."""
+    for call in calls:
+        same_length(grad=call.grad, residual=call.residual)
+        within_limits(call.grad)
+        if len(call.sent) and call.sent.max() >= call.residual.size:
+            raise ValueError("index outside the tensor")
     _subtract_sent(calls)
     device, width = calls[0].grad.device, _width(calls[0])
     marks, together = _Marks([call.grad.tensor for call in calls]), launches.MARK_BLOCK // width

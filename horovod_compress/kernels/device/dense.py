@@ -1,12 +1,13 @@
 """Operations on whole tensors: norms, finiteness, momentum after averaging, 16-bit floats."""
 
+import functools
 from typing import Any, List, Sequence
 
 import numpy as np
 import torch
 
 from ..encoded import HEADROOM, Encoded
-from ..lists import Late, in_groups
+from ..lists import Late
 from . import launches
 from .array import DeviceArray
 from .programs import dense as programs
@@ -28,17 +29,13 @@ def squared_norm(calls: List[Any]) -> Sequence[float]:
     return launches.late(torch.stack(norms), lambda found: [norm**2 for norm in found])
 
 
-@kernel
+@functools.partial(kernel, key=lambda call: call.nesterov)
 def apply_momentum(calls: List[Any]) -> Sequence[bool]:
     """new_u ← m·u + out, then out ← new_u, or out + m·new_u for Nesterov. Where `out` is not finite
     everywhere, nothing is written. Returns whether out, before and after, and new_u are finite.
     ValueError where lengths differ."""
     for call in calls:
         same_length(out=call.out, u=call.u, new_u=call.new_u)
-    return in_groups(calls, lambda call: call.nesterov, _moved)
-
-
-def _moved(calls: List[Any]) -> Sequence[bool]:
     before = largest_magnitudes([call.out for call in calls])
     rows = [
         (call.out.size, call.out.tensor, call.u.tensor, call.new_u.tensor, float(call.momentum))
