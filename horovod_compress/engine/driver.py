@@ -54,7 +54,8 @@ class Transaction:
         """True if the results are used: all are finite, and nothing has failed."""
         late, self._late = self._late, []
         try:
-            self._finite &= all([all(finite) for finite in late])
+            if not all([all(finite) for finite in late]):
+                self._finite = False
         except BaseException:
             # What came was not as it must be.
             self.give_up()

@@ -69,7 +69,7 @@ def dequantize(
     codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
     finite = bool(np.isfinite(w).all() and np.isfinite(scale))
     out[...] = codes * unit[levels] if finite else np.nan
-    return finite and bool(np.isfinite(out).all())
+    return bool(np.isfinite(out).all())
 
 
 def encode_scales(
