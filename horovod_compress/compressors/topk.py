@@ -156,7 +156,7 @@ class TopK(GatheringCompressor):
             masked=[size.late if mask else 0 for size, mask in zip(sizes, masks)] if masks else 0,
             k=[size.k for size in sizes],
             samples=[int(self.sample_ratio * v.size) + 256 for v in vs],
-            offset=[self.key(state.name, first.index) & 0xFFFFFFFF for state in states],
+            offset=first.index,
             chunk=[size.chunk for size in sizes] if self.chunk else 0,
         )
         taken = kernels.then(payloads, functools.partial(_taken, array))

@@ -48,7 +48,7 @@ def of_horovod() -> Job:
     import horovod.torch as hvd
 
     from .. import torch as hvdc
-    from ..torch.ranks import TorchRanks
+    from ..torch.transport import TorchRanks
 
     hvd.init()
 
