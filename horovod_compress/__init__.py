@@ -1,9 +1,9 @@
-"""Gradient compression for unmodified Horovod, and for PyTorch's DistributedDataParallel.
+"""Gradient compression for unmodified Horovod, and for PyTorch's DistributedDataParallel and FSDP2.
 
-Use it through `horovod_compress.torch`, `horovod_compress.tensorflow` or `horovod_compress.ddp`,
-which needs no Horovod. This module needs no framework. It has specs, the list of algorithms, the
-algorithms' classes, which are the constructors in a compressor's repr, `simulate`, and
-`simulate_decentralized`.
+Use it through `horovod_compress.torch` or `horovod_compress.tensorflow`, or without Horovod through
+`horovod_compress.ddp` or `horovod_compress.fsdp`. This module needs no framework. It has specs, the
+list of algorithms, the algorithms' classes, which are the constructors in a compressor's repr,
+`simulate`, and `simulate_decentralized`.
 """
 
 from .compressors import REGISTRY, available, get_compressor

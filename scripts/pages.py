@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from horovod_compress.compressors import REGISTRY, collective_of  # noqa: E402
 from horovod_compress.compressors.advice import ADVICE  # noqa: E402
+from horovod_compress.compressors.globalrandk import SharedCoordinates  # noqa: E402
 from horovod_compress.compressors.selective import (  # noqa: E402
     GatheringCompressor,
     SelectiveCompressor,
@@ -150,13 +151,15 @@ def paper_of(algorithm):
 def algorithm_page(algorithm):
     payload = {
         "allgather": "gathered from all ranks, so the bytes that a rank receives grow with them",
-        "allreduce": "summed by an allreduce, so the bytes of a rank do not grow with the ranks",
+        "allreduce": "summed by an allreduce, so the bytes of a rank hardly grow with the ranks",
     }[collective_of(algorithm())]
-    nbytes = state_of(algorithm)
+    nbytes, state = state_of(algorithm), "none"
+    if issubclass(algorithm, SharedCoordinates):
+        state = "none; with ratio or k, and not unbiased, 4 bytes an element"
     on_gpu = "stay there (PyTorch)" if algorithm.traits.on_device else "go through host memory"
     facts = [
         f"- **Payloads**: {payload}.",
-        f"- **State**: {nbytes} bytes an element." if nbytes else "- **State**: none.",
+        f"- **State**: {nbytes} bytes an element." if nbytes else f"- **State**: {state}.",
         f"- **Gradients on a GPU**: {on_gpu}.",
         f"- **Constructor**: `horovod_compress.{algorithm.__name__}(…)`.",
     ]

@@ -26,7 +26,7 @@ import numpy as np
 
 from .. import kernels
 from ..protocol.requests import FLOAT32, Collective, Payload, ToReducer
-from .groups import Encodings, complete, in_lockstep
+from .pairs import Encodings, complete, in_lockstep
 from .policy import Policy
 
 # All of them, because other packages' algorithms import them from here.

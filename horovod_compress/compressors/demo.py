@@ -44,7 +44,7 @@ class DeMo(SelectiveCompressor):
 
     chunk: int = option(Count(1, 512), 64, "height and width of a chunk, at most")
     k: int = option(Count(1, 2**32 - 1), 32, "coefficients of each chunk")
-    decay: float = option(Number(0, 1), 0.999, "of the residual, a step; 1: nothing is lost")
+    decay: float = option(Number(0, 1), 0.999, "factor of the residual a step; 1: nothing is lost")
     values: str = option(
         OneOf(*VALUE_BITS),
         "fp32",

@@ -20,9 +20,9 @@ _INFINITE = 65520
 class Float16(NoCompression):
     """Dense float16, summed over ranks in float16.
 
-    A finite number that rounds beyond 65504 becomes infinity, as in Horovod's own. Then the step is
-    not finite on any rank, a GradScaler skips it, and `stats()["overflows"]` counts it. The first
-    time there is a warning.
+    A finite number that rounds beyond 65504 becomes infinity, as in Horovod's own. Then no rank's
+    result is finite, a GradScaler skips the step, and `stats()["overflows"]` counts each such
+    tensor. The first time there is a warning.
     """
 
     id = "fp16"

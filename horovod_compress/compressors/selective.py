@@ -79,7 +79,7 @@ class SelectiveCompressor(Compressor):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GatheringCompressor(SelectiveCompressor):
-    """One whose payloads every rank gathers."""
+    """Adds the option `hosts`, to algorithms whose payloads are gathered."""
 
     hosts: bool = option(
         Flag(),

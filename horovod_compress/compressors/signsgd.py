@@ -19,7 +19,7 @@ class SignSGD(SelectiveCompressor):
 
         result = sign(Σ sign(g)),  the sum over ranks
 
-    Elements of the result are 1, −1 or 0 (with op=Average), whatever the gradient's were, so the
+    Elements of the result are 1, −1 or 0 (with op=Average), however large the gradient was, so the
     learning rate should be 10 to 1000 times smaller. Momentum and weight decay of the optimizer
     work on the vote.
     """

@@ -89,10 +89,10 @@ class TopK(GatheringCompressor):
     accept: Union[float, str] = option(
         Auto(Number(1)),
         "auto",
-        "with exchange=split, how many times the entries that a rank sends all ranks get; auto: 4, "
-        "at most half the ranks",
+        "with exchange=split, entries that come back to every rank, as a multiple of those that it "
+        "sends; auto: 4, at most half the ranks",
     )
-    decay: float = option(Number(0, 1), 1.0, "of the residual, a step; 1: nothing is lost")
+    decay: float = option(Number(0, 1), 1.0, "factor of the residual a step; 1: nothing is lost")
 
     def __post_init__(self) -> None:
         super().__post_init__()

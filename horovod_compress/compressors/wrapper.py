@@ -21,9 +21,9 @@ def _inside(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Wrapper(Compressor):
-    """Does what the compressor inside does, but for what a subclass overrides."""
+    """Passes all to the compressor inside, except what a subclass overrides."""
 
-    # Whether `encode` itself brings what a switch has left to bring, `handover.DEBT`.
+    # Whether `encode` itself brings what a switch has left to bring, `debt.DEBT`.
     pays_debts: ClassVar[bool] = False
     # Whether `encode_dense` asks for a collective first.
     dense_asks: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class Wrapper(Compressor):
 
     @property
     def kin(self) -> Any:
-        """Equal for compressors whose tensors can go together."""
+        """Equal for compressors whose tensors can share a group."""
         return self
 
     collectives = _inside("collectives")
@@ -102,7 +102,7 @@ class Wrapper(Compressor):
 
 
 def kin_of(compressor: Compressor) -> Any:
-    """Equal for compressors whose tensors can go together."""
+    """Equal for compressors whose tensors can share a group."""
     return compressor.kin if isinstance(compressor, Wrapper) else compressor
 
 
@@ -114,7 +114,7 @@ def with_options(compressor: Compressor, **options: Any) -> Compressor:
 
 
 def unwrapped(compressor: Compressor) -> Compressor:
-    """The algorithm inside of all that stands around it."""
+    """The algorithm inside all wrappers."""
     while isinstance(compressor, Wrapper):
         compressor = compressor.inner
     return compressor

@@ -5,11 +5,11 @@ from typing import Callable, Collection, Dict, List, Sequence
 
 from ..compressors.base import Step
 from ..compressors.wrapper import unwrapped
+from .debt import Handover
 from .dense_policy import go_dense
 from .extension import Extension
 from .frozen import Frozen
 from .group import Group
-from .handover import Handover
 from .loss_scale import LossScale
 from .tensor import Tensor
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..compressors.base import Step
 from ..compressors.state import SHARED, zeros
+from .debt import DEBT
 from .extension import Extension
-from .handover import DEBT
 from .tensor import Tensor
 
 

@@ -28,7 +28,7 @@ from ..protocol.handshake import AnyTransport, Words, gather, shown
 from ..protocol.machine import Machine, Placement
 from ..protocol.requests import Allreduce, Collective, ToReducer
 from . import checkpoint
-from .handover import DEBT, late
+from .debt import DEBT, late
 from .tensor import Tensor
 
 _TOGETHER = Collective("allreduce", "float32", "max")

@@ -141,7 +141,8 @@ class OpenStep:
         return sum(squares[name] for name in self.submitted if name in squares)
 
     def _advance(self, pending: Pending, answer: Any) -> None:
-        """Sends a step what it has waited for; starts what it asks for next."""
+        """Sends a step what it has waited for; starts what it asks for next. The first call has it
+        encode."""
         started, first = time.perf_counter(), pending.tensors[0]
         pending.stage = FAILED
         request = pending.step.send(answer)

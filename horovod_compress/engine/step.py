@@ -13,7 +13,7 @@ from typing import Any, Generator, Iterable, List, Sequence, Tuple
 import numpy as np
 
 from ..compressors.base import Asking, Compressor, Step, with_fields
-from ..compressors.groups import for_each
+from ..compressors.pairs import for_each
 from ..compressors.wrapper import Wrapper
 from ..kernels import HEADROOM, Encoded, Late, beside
 from ..protocol import wire
@@ -348,8 +348,8 @@ def _add_payloads(
 
 
 def _call(tensors: Sequence[Tensor], alike: bool, method: str, *arguments: Any) -> Any:
-    """Calls a compressor's method for a group, or where tensors are not alike, that of one tensor
-    for each."""
+    """Calls a compressor's method for a group (encode_all, decode_all, …), or where tensors are not
+    alike, that of one tensor for each."""
     if alike:
         return getattr(tensors[0].compressor, f"{method}_all")(*arguments)
     return for_each([getattr(tensor.compressor, method) for tensor in tensors], *arguments)

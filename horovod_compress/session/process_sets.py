@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, Optional, Tuple
 
 from ..protocol.handshake import gather, warning_when_stalled
 from ..protocol.machine import Placement
-from .joined import error_of_joined
+from .join_error import error_of_joined
 from .ranks import Ranks, is_elastic
 
 # By the ranks of a process set, because Horovod reuses the id of a removed one; those of all ranks,

@@ -7,7 +7,8 @@ import warnings
 import weakref
 from typing import Any, ContextManager, Dict, List, Optional, Tuple
 
-from ..engine import checkpoint, snapshot
+from ..engine import checkpoint
+from ..engine.discard import Snapshots, discard
 from ..engine.recording import Destination, Recorder
 from ..protocol.handshake import agree
 from .auto import Controller
@@ -49,7 +50,7 @@ class Session:
         self.port.look_for_optimizer()
         exchange = self.port.make(self.choice)
         if self.discardable:
-            exchange.features["discard"] = snapshot.Snapshots()
+            exchange.features["discard"] = Snapshots()
         return exchange
 
     @property
@@ -187,7 +188,7 @@ class Session:
         return recorder
 
     def discard(self) -> None:
-        snapshot.discard(self.exchange)
+        discard(self.exchange)
         self.lifecycle.take(Event.ROLLBACK)
 
     def state_dict(self, portable: bool = False) -> Dict[str, Any]:

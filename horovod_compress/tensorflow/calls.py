@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from .. import kernels
-from ..session.joined import REDUCES_ONLY, error_of_joined
+from ..session.join_error import REDUCES_ONLY, error_of_joined
 from ..session.notices import warn_once
 from ..session.session import Session
 from .applied_gradients import Applied, Repetitions, Served

@@ -24,7 +24,7 @@ from ..protocol.handshake import check_step_numbers, first_difference, step_numb
 from ..protocol.machine import Machine
 from ..protocol.requests import Allreduce, Alltoall, Collective, Final, StepNorm
 from ..protocol.wire import Steady
-from ..session.joined import error_of_joined
+from ..session.join_error import error_of_joined
 
 # What an operation of a graph moves for a step: one array; of an alltoall the bytes and, int32, how
 # many go to each rank.

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 
 import tensorflow as tf
 
-from ..engine.handover import DEBT
+from ..engine.debt import DEBT
 from ..protocol.handshake import agree
 from ..protocol.requests import Collective
 from ..session.session import Session

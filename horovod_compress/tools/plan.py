@@ -85,7 +85,7 @@ def add(commands: Any) -> None:
 
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:
-    """Adds what every prediction needs: specs, a model, a backward pass."""
+    """Adds the arguments that every prediction takes."""
     parser.add_argument(
         "specs",
         nargs="*",

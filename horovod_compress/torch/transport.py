@@ -15,7 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from ..protocol.wire import FrameLength, Steady
-from ..session.joined import REDUCES_ONLY, error_of_joined
+from ..session.join_error import REDUCES_ONLY, error_of_joined
 from ..session.process_sets import HorovodRanks, ProcessSetRanks
 from ..torch_common.parameters import tensor_of
 from ..transport.base import Transport

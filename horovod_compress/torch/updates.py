@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..compressors.advice import ADAM
-from ..engine.handover import DEBT
+from ..engine.debt import DEBT
 from ..protocol.handshake import gather
 from ..session.elastic import Kept
 from ..session.notices import warn_once

@@ -13,7 +13,7 @@ from elastic_jobs import history, replay
 from elastic_training import STEPS, loss_of, model_of
 
 from horovod_compress.compressors import get_compressor
-from horovod_compress.engine.handover import DEBT
+from horovod_compress.engine.debt import DEBT
 from horovod_compress.engine.lockstep import run_step
 
 pytestmark = pytest.mark.extended

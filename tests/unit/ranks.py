@@ -29,7 +29,7 @@ def rescale(exchanges, loss_scale):
 def discardable(exchanges):
     """The same exchanges, whose steps can be discarded."""
     # Imported here, so that other tests do without the feature.
-    from horovod_compress.engine.snapshot import Snapshots
+    from horovod_compress.engine.discard import Snapshots
 
     for exchange in exchanges:
         exchange.features["discard"] = Snapshots()

@@ -14,7 +14,8 @@ from ranks import discardable, jobs, on_all_ranks
 from tiers import examples
 
 import horovod_compress as hc
-from horovod_compress.engine import checkpoint, handover
+from horovod_compress.engine import checkpoint
+from horovod_compress.engine.debt import debt_of
 from horovod_compress.engine.hosts import SharedMemory
 from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.protocol.machine import Machine
@@ -58,7 +59,7 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
     return sum(
-        handover.debt_of(tensor.compressor, tensor.state).astype(np.float64)
+        debt_of(tensor.compressor, tensor.state).astype(np.float64)
         for ex in exchanges
         for tensor in ex.tensors
         if tensor.name == name

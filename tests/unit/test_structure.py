@@ -103,7 +103,7 @@ NAMED_IN = {
     "hosts": {"engine/wrappers.py"},
     "split": {"engine/wrappers.py", "tools/loads.py"},
     "loss_scale": {"engine/features.py", "torch_common/steps.py", "tensorflow/exchange.py"},
-    "snapshot": {"session/session.py"},
+    "discard": {"session/session.py"},
     "recording": {
         "session/bound.py",
         "session/session.py",

@@ -49,7 +49,7 @@ def _arguments_of(name: str) -> Callable[..., Any]:
 
 
 def starts_of(counts: Sequence[int]) -> List[int]:
-    """Where each of so many begins, one behind the other, and where the last ends."""
+    """The offsets of parts of these lengths, laid end to end, and then the total."""
     return [0, *itertools.accumulate(counts)]
 
 

@@ -28,7 +28,7 @@ _MASK = 0xFFFFFFFF
 
 def checksum(data: np.ndarray) -> int:
     """32 bits of a uint8 array. Its little-endian words, padded with zeros to whole lines of 16,
-    feed 16 streams, h ← rotate(h + word·B, 13)·A; those and the length are mixed in the end. A
+    feed 16 streams, h ← rotate(h + word·B, 13)·A; those and the length are mixed in the end. One
     changed word always changes its stream."""
     padded = np.zeros((len(data) // (4 * _LANES) + 1) * 4 * _LANES, np.uint8)
     padded[: len(data)] = data

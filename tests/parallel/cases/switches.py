@@ -10,8 +10,7 @@ from checks import raises, registry
 
 import horovod_compress.torch as hvdc
 from horovod_compress import MismatchError
-from horovod_compress.engine import handover
-from horovod_compress.engine.handover import DEBT
+from horovod_compress.engine.debt import DEBT, debt_of
 from horovod_compress.session.elastic import Kept
 
 from .training import (
@@ -37,7 +36,7 @@ def owed(compression, names):
         found = [
             part
             for part in (
-                handover.debt_of(tensor.compressor, tensor.state),
+                debt_of(tensor.compressor, tensor.state),
                 tensor.state.arrays.get(DEBT),
             )
             if part is not None

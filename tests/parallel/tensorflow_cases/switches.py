@@ -14,8 +14,7 @@ from tensorflow import keras
 
 import horovod_compress.tensorflow as hvdc
 from horovod_compress import MismatchError
-from horovod_compress.engine import handover
-from horovod_compress.engine.handover import DEBT
+from horovod_compress.engine.debt import DEBT, debt_of
 
 from .training import (
     SGD,
@@ -51,7 +50,7 @@ def owed(compression, name):
     found = [
         part
         for part in (
-            handover.debt_of(tensor.compressor, tensor.state),
+            debt_of(tensor.compressor, tensor.state),
             tensor.state.arrays.get(DEBT),
         )
         if part is not None

@@ -9,8 +9,8 @@ from ranks import discardable, on_all_ranks, rescale
 from tiers import examples
 
 from horovod_compress import MismatchError, get_compressor
-from horovod_compress.engine import checkpoint, handover
-from horovod_compress.engine.handover import DEBT
+from horovod_compress.engine import checkpoint
+from horovod_compress.engine.debt import DEBT, debt_of
 from horovod_compress.engine.lockstep import make_ranks, run_step
 from horovod_compress.transport.loopback import Loopback
 
@@ -62,7 +62,7 @@ def owed(exchanges, name):
     for exchange in exchanges:
         exchange.arrays()
         tensor = exchange.tensors[name]
-        parts = (handover.debt_of(tensor.compressor, tensor.state), tensor.state.arrays.get(DEBT))
+        parts = (debt_of(tensor.compressor, tensor.state), tensor.state.arrays.get(DEBT))
         total.append(
             sum((part for part in parts if part is not None), np.zeros(tensor.numel, np.float32))
         )
@@ -224,7 +224,7 @@ def test_what_has_no_place_is_sent_densely_once():
 
 
 def test_a_discarded_step_owes_again():
-    from horovod_compress.engine.snapshot import discard
+    from horovod_compress.engine.discard import discard
 
     rng = np.random.default_rng(3)
     exchanges = discardable(ranks("topk:ratio=0.01", 1))

@@ -7,9 +7,9 @@ from ranks import assert_same, copy_of, discardable, gradients, ranks_of, rescal
 
 from horovod_compress import available, get_compressor
 from horovod_compress.engine.checkpoint import copies
+from horovod_compress.engine.discard import discard
 from horovod_compress.engine.exchange import Exchange
 from horovod_compress.engine.lockstep import finish_step, run_step, start_step
-from horovod_compress.engine.snapshot import discard
 from horovod_compress.transport.loopback import Loopback
 
 SPECS = [

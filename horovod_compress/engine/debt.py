@@ -117,7 +117,7 @@ class Handover(Extension):
 
     @staticmethod
     def owing(tensors: Sequence[Tensor]) -> List[str]:
-        """Returns the names of tensors whose steps are dense, to bring a debt."""
+        """Returns the names of tensors that owe a debt, and go dense to bring it."""
         owing = [tensor for tensor in tensors if DEBT in tensor.state.arrays]
         return [tensor.name for tensor in owing if not _pays(tensor.compressor)]
 
