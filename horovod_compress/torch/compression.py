@@ -87,7 +87,7 @@ class BoundCompression(Bound):
         if steps.optimizer is None:
             serving.begin(horovod_internals.optimizer_of(self))
         exchange = self._session.exchange
-        if not exchange.under_way:
+        if not exchange.open_tensors():
             self._begin_step()
         slot = steps.slots.find(tensor, horovod_internals.parameter_under_way)
         if slot.name in serving.foreign:
@@ -218,7 +218,7 @@ class BoundCompression(Bound):
     def _end_where_last(self, param: torch.Tensor) -> None:
         """After a parameter's result. The last one ends a step that has failed."""
         exchange, lifecycle = self._session.exchange, self._session.lifecycle
-        if exchange.under_way:
+        if exchange.open_tensors():
             return
         if lifecycle.state is not State.FAILED:
             self._serving.results_came(param)
