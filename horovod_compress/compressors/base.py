@@ -166,6 +166,9 @@ class Compressor(ABC):
             # That kernels and types suit it, each class says for itself.
             cls.traits = cls.traits._replace(on_device=False, carries_float64=False)
         parent = next(each for each in cls.__mro__[1:] if issubclass(each, Compressor))
+        if cls.traits.element_bits is None:
+            # As a method would be, of whoever says other traits.
+            cls.traits = cls.traits._replace(element_bits=parent.traits.element_bits)
         if own.get("id") and cls.traits.number == parent.traits.number:
             # That of the algorithm it derives from.
             cls.traits = cls.traits._replace(number=-1)

@@ -25,7 +25,6 @@ class OneBit(EFSignSGD):
             "Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel "
             "Training, Interspeech 2014"
         ),
-        element_bits=1,
     )
 
     follow_lr: bool = option(

@@ -409,8 +409,11 @@ class Rounds:
                 refs = [variable.ref() for variable in new]
                 both = (self._shared, self._momenta)
                 kept = [its[ref] for its in both for ref in refs if ref in its]
-                # Schedules of the learning rate follow the steps.
-                counted = values_of([self._keeper.iterations])
+                # Schedules of the learning rate follow the steps. In Keras 3 `iterations` counts
+                # fewer where gradients add up.
+                keeper = self._keeper
+                steps = keeper._iterations if is_keras3(keeper) else keeper.iterations
+                counted = values_of([steps])
                 counted += [] if self._local_steps is None else [self._local_steps]
                 self.compression.take_from_first([*new, *kept, *counted])
                 if self.local_steps:

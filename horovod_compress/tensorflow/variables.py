@@ -108,11 +108,14 @@ class Variables(Dict[Any, Variable]):
                 "without a name throughout a process: name them, or call "
                 "tf.keras.backend.clear_session() first"
             )
-        for key, (name, shape, is_float64) in new.items():
-            session.exchange.add(name, shape, session.compressor)
-            number = self._numbers.setdefault(name, len(self._numbers))
-            self[key] = Variable(name, number, shape, is_float64)
-        self.describe()
+        try:
+            for key, (name, shape, is_float64) in new.items():
+                session.exchange.add(name, shape, session.compressor)
+                number = self._numbers.setdefault(name, len(self._numbers))
+                self[key] = Variable(name, number, shape, is_float64)
+        finally:
+            # Those that a state fits are known, also where it does not fit a later one.
+            self.describe()
         session.meet()
         if ranks.elastic and not self.expected():
             # What becomes known from now on does so on all ranks.

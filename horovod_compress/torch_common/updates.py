@@ -332,7 +332,18 @@ class UpdatingOptimizer(OptimizerAround):
     def average_state(self) -> None:
         """Makes the optimizer's own tensors, such as Adam's moments, their mean over ranks. All
         ranks call it; it sends them densely. MismatchError where some rank has no moments of a
-        parameter yet, TypeError where these are of a type of their own, as in 8 bits."""
+        parameter yet, TypeError, on all ranks, where these are of a type of their own, as in 8
+        bits."""
+
+        def mean(names: str, tensors: Dict[str, torch.Tensor]) -> None:
+            for name, its in tensors.items():
+                if type(its) not in (torch.Tensor, torch.nn.Parameter):
+                    raise TypeError(
+                        f"{name} is a {type(its).__name__}, of which no mean is taken: save "
+                        "state_dict() of this optimizer on every rank instead"
+                    )
+            self.compression.mean(names, tensors)
+
         found = {
             f"{each.name}.{key}": shards.local(value)
             for each in self._parameters
@@ -342,13 +353,7 @@ class UpdatingOptimizer(OptimizerAround):
             # Not what counts steps.
             and (value.dim() or not each.param.dim() and key != "step")
         }
-        for name, its in found.items():
-            if type(its) not in (torch.Tensor, torch.nn.Parameter):
-                raise TypeError(
-                    f"{name} is a {type(its).__name__}, of which no mean is taken: save "
-                    "state_dict() of this optimizer on every rank instead"
-                )
-        average(self._session.ranks, found, self.compression.mean)
+        average(self._session.ranks, found, mean)
 
     def switch(self, spec: Any) -> None:
         """Another compression from the next exchange on; see `UpdateCompression.switch`. So

@@ -120,13 +120,14 @@ def test_backward_never_waits_for_a_device(spec, monkeypatch):
     """Nor do results: whether they are finite is read when the step ends. What is counted does not
     grow with the tensors."""
     launched, waits = COUNTS[spec]
-    found = steps_of(spec, 3, monkeypatch)
-    assert found == steps_of(spec, 6, monkeypatch)
-    backward, sent, brought, ended = found
+    few, many = steps_of(spec, 3, monkeypatch), steps_of(spec, 6, monkeypatch)
+    # Tables are kept by where arrays lie, which may be elsewhere in the second step.
+    copied = [sum(part.pop("copies to it", 0) for part in its) for its in (few, many)]
+    assert few == many and max(copied) <= 8, copied
+    backward, sent, brought, ended = few
     assert tuple(part.get("launches", 0) for part in (backward, sent, brought)) == launched
     assert not backward.get("waits") and not brought.get("waits")
     assert sent.get("waits", 0) == waits and ended == {"waits": brought["copies back"]}
-    assert sum(part.get("copies to it", 0) for part in found) <= 8, found
 
 
 @pytest.mark.parametrize("spec", ["dgc:ratio=1", "topk:ratio=1"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from ranks import gradients, ranks_of
 
+from horovod_compress.compressors.base import Traits
 from horovod_compress.compressors.bf16 import BFloat16
 from horovod_compress.compressors.fp16 import Float16
 from horovod_compress.compressors.maxnorm import MaxNorm
@@ -139,6 +140,11 @@ def test_a_class_says_for_itself_what_kernels_and_types_suit_it():
     inherited = type("Derived", (TopK,), {}).traits
     assert inherited == TopK.traits._replace(on_device=False)
     assert not type("Derived", (NoCompression,), {}).traits.carries_float64
+
+
+def test_a_payloads_size_is_known_whatever_else_a_class_says():
+    derived = type("Derived", (BFloat16,), {"traits": Traits(paper="mine")})
+    assert derived().payload_bits(100, None) == 16 and derived().stage(3) is None
 
 
 @pytest.mark.parametrize(

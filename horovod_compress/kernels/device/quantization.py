@@ -2,6 +2,7 @@
 once. Words, and the numbers that ranks share, stay on the device: nothing waits for them."""
 
 import functools
+import math
 from typing import Any, List, Sequence, Tuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..reference.quantization import shape_of
 from ..reference.random import one_of
 from . import launches
 from .array import DeviceArray
-from .dense import are_finite, largest_magnitudes
+from .dense import largest_magnitudes
 from .programs import quantization as programs
 from .shared import kernel, starts_of
 
@@ -128,17 +129,23 @@ def dequantize(calls: List[Any]) -> Sequence[bool]:
         for call, array, start, at in zip(calls, arrays, starts, words.starts)
     ]
     offsets = sum(largest << field * words.width for field in range(words.fields))
+    norms = _shared_norms(calls, words.device)
     peaks = words.launch(
         programs.dequantize,
         rows,
         sums,
         scales,
-        _shared_norms(calls, words.device),
+        norms,
         start=launches.largest,
         OFFSETS=int(words.dtype.type(offsets).view(f"i{words.dtype.itemsize}")),
         SCALES=len(steps),
     )
-    return are_finite(peaks)
+    # Also of a tensor without elements.
+    finite = [math.isfinite(call.scale) for call in calls]
+    return launches.late(
+        torch.maximum(peaks, norms.view(torch.int32)),
+        lambda found: [bits < launches.INFINITY and its for bits, its in zip(found, finite)],
+    )
 
 
 @functools.partial(kernel, key=lambda call: (call.size, tuple(call.steps)))

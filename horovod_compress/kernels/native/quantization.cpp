@@ -252,8 +252,7 @@ bool dequantize(py::array& words, std::optional<py::array> levels, Floats& out, 
     const std::uint64_t offset = size * static_cast<std::uint64_t>(steps[0]);
     // A field holds less than four times the largest sum.
     const double most = 4.0 * static_cast<double>(size) * largest * std::abs(scale);
-    // Of no elements all are finite.
-    bool finite = n == 0 || (std::isfinite(largest) && std::isfinite(scale));
+    bool finite = std::isfinite(largest) && std::isfinite(scale);
     float* to = out.mutable_data();
     on_words(words, layout, layout.words, [&](auto* from, auto word) {
         if (!finite) std::fill_n(to, n, std::numeric_limits<float>::quiet_NaN());

@@ -63,13 +63,13 @@ def dequantize(
     scale: float,
 ) -> bool:
     """out = (sum of `size` ranks' codes) · w/s · scale. levels are those that the codes were
-    quantized with. Returns whether out is finite."""
+    quantized with. Returns whether out is finite, and w, where there are no elements either."""
     levels = _finest(levels, len(out), len(steps), size)
     unit = (w / np.asarray(steps, np.float64) * scale).astype(np.float32)
     codes = unpack(words, len(out), width, 0, size * int(steps[0])).astype(np.float32)
     finite = bool(np.isfinite(w).all() and np.isfinite(scale))
     out[...] = codes * unit[levels] if finite else np.nan
-    return bool(np.isfinite(out).all())
+    return finite and bool(np.isfinite(out).all())
 
 
 def encode_scales(
