@@ -143,6 +143,7 @@ class TopK(GatheringCompressor):
         first, array, density = steps[0], self.traits.accumulator, self.density(steps[0].index)
         vs = [state.arrays[array] for state in states]
         sizes = [self._sizes[v.size, density] for v in vs]
+        # Some have one, as parameters of an UpdateOptimizer that need no copy.
         bases = [step.base for step in steps]
         payloads = kernels.of(grads[0]).encode_topk(
             grads,

@@ -2,6 +2,7 @@
 gradients, and that compression, whoever moves it."""
 
 import contextlib
+import functools
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
@@ -334,16 +335,6 @@ class UpdatingOptimizer(OptimizerAround):
         ranks call it; it sends them densely. MismatchError where some rank has no moments of a
         parameter yet, TypeError, on all ranks, where these are of a type of their own, as in 8
         bits."""
-
-        def mean(names: str, tensors: Dict[str, torch.Tensor]) -> None:
-            for name, its in tensors.items():
-                if type(its) not in (torch.Tensor, torch.nn.Parameter):
-                    raise TypeError(
-                        f"{name} is a {type(its).__name__}, of which no mean is taken: save "
-                        "state_dict() of this optimizer on every rank instead"
-                    )
-            self.compression.mean(names, tensors)
-
         found = {
             f"{each.name}.{key}": shards.local(value)
             for each in self._parameters
@@ -353,6 +344,7 @@ class UpdatingOptimizer(OptimizerAround):
             # Not what counts steps.
             and (value.dim() or not each.param.dim() and key != "step")
         }
+        mean = functools.partial(_mean_of_plain, self.compression)
         average(self._session.ranks, found, mean)
 
     def switch(self, spec: Any) -> None:
@@ -452,3 +444,17 @@ class UpdatingOptimizer(OptimizerAround):
                 f"this state does not fit: its parameter groups have {found} parameters, those of "
                 f"the optimizer {expected}"
             )
+
+
+def _mean_of_plain(
+    compression: UpdateCompression, names: str, tensors: Dict[str, torch.Tensor]
+) -> None:
+    """As of `UpdateCompression.mean`, for an optimizer's own tensors. TypeError for those that are
+    not PyTorch's plain ones, before anything travels."""
+    for name, its in tensors.items():
+        if type(its) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"{name} is a {type(its).__name__}, of which no mean is taken: save state_dict() "
+                "of this optimizer on every rank instead"
+            )
+    compression.mean(names, tensors)

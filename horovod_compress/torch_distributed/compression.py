@@ -7,7 +7,7 @@ import torch
 
 from ..session.bound import Bound
 from ..session.lifecycle import Event
-from ..torch_common.parameters import NamedParameters, Slot
+from ..torch_common.parameters import Slot
 from ..torch_common.steps import Steps
 from .ranks import GroupRanks
 
@@ -17,28 +17,16 @@ class GroupCompression(Bound, ABC):
 
     Args:
         ranks: those that exchange.
-        spec: as of `Steps`.
-        optimizer: as of `Steps`.
-        pairs: as of `Steps`.
-        grad_scaler: as of `Steps`.
-        discardable: as of `Steps`.
+        arguments: as of `Steps`, from `spec` on.
     """
 
     advice_on_options = (
         "Where only some ranks have set or loaded it, load it on all of them before training"
     )
 
-    def __init__(
-        self,
-        ranks: GroupRanks,
-        spec: Any,
-        optimizer: Optional[torch.optim.Optimizer],
-        pairs: NamedParameters,
-        grad_scaler: Any,
-        discardable: bool,
-    ) -> None:
+    def __init__(self, ranks: GroupRanks, *arguments: Any) -> None:
         self._ranks = ranks
-        self._steps = Steps(self, ranks, spec, optimizer, pairs, grad_scaler, discardable)
+        self._steps = Steps(self, ranks, *arguments)
         super().__init__(self._steps.session)
 
     def __repr__(self) -> str:
