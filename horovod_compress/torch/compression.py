@@ -204,7 +204,7 @@ class BoundCompression(Bound):
         share their version, which other gradients have changed."""
         for slot, grad, version in self._submitted:
             now = slot.param.grad
-            if now is None or not now._is_view() and now._version != version:
+            if now is None or now._version != version and not now._is_view():
                 why = f"the gradient of {slot.name} was changed while it was exchanged"
                 hint = "(Or another of Horovod's optimizers has this parameter: give it to one)"
                 self._fail(slot, grad, f"{why}: {SYNCHRONIZE_FIRST} {hint}")

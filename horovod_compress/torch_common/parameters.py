@@ -82,9 +82,10 @@ class Slot:
         """As of `load`, for a session, which tells where that costs numbers of float64."""
         # Only asked where kernels could be.
         might_be = not grad.is_cpu or kernels.serves("cpu")
-        if not might_be and grad.dtype == torch.float32 and grad.is_contiguous():
-            # Most are so.
-            return grad, grad.numpy().reshape(-1)
+        # Most are so.
+        if not might_be and grad.dtype is torch.float32 and grad.is_contiguous():
+            array = grad.numpy()
+            return grad, array if array.ndim == 1 else array.reshape(-1)
         exchange, is_float64 = session.exchange, grad.dtype == torch.float64
         on_device = might_be and exchange.tensors.on_device(self.name)
         loaded, array = self.load(
