@@ -189,7 +189,7 @@ def index():
     parts = [
         table(("id", "what it does", "collective", "state, bytes an element"), rows),
         "## Options of all",
-        "But for `none`, `fp16` and `bf16`; `hosts` of those that gather.",
+        "All but `none`, `fp16` and `bf16` have these; `hosts` only those that gather, not `demo`.",
         options(dataclasses.fields(GatheringCompressor)),
     ]
     return "\n\n".join(parts)

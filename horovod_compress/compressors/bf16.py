@@ -13,8 +13,8 @@ class BFloat16(Compressor):
     bfloat16.
 
     Two ranks move half the bytes of float32. An allgather's bytes grow with the ranks, so for many
-    of them fp16 moves less. Nothing finite becomes infinite. Elements are rounded to nearest, ties
-    to even.
+    of them fp16 moves less. Elements are rounded to nearest, ties to even; those beyond bfloat16's
+    range become its largest finite value.
     """
 
     id = "bf16"

@@ -29,9 +29,9 @@ class DeMo(SelectiveCompressor):
     its own coefficients decode to. The result is the mean of what all ranks' coefficients decode
     to. DeMo's optimizer applies the sign of that: signs are the optimizer's, not taken here.
 
-    A tensor is a matrix, of its first dimensions by the others, split where their sum is least. A
-    chunk is as high and as wide as the largest divisors of the matrix's height and width up to
-    `chunk`; of a vector it is as long.
+    A tensor is taken as a matrix: its first dimensions make rows, the others columns, split where
+    rows and columns are fewest together; a vector is one row. A chunk's height and width are the
+    largest divisors of the matrix's height and width up to `chunk`.
     """
 
     id = "demo"
@@ -51,7 +51,9 @@ class DeMo(SelectiveCompressor):
         "coefficients on the wire, as topk's; the residual keeps the error",
     )
     columns: Union[int, str] = option(
-        Auto(Count(1, 2**32 - 1)), "auto", "of the matrix that a tensor is; auto: by its shape"
+        Auto(Count(1, 2**32 - 1)),
+        "auto",
+        "columns of the matrix that a tensor is taken as; auto: by its shape",
     )
 
     def adapted(self, shape: Tuple[int, ...]) -> "DeMo":

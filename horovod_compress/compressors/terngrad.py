@@ -14,14 +14,16 @@ from .quantizer import SharedScaleQuantizer
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TernGrad(SharedScaleQuantizer):
-    """Clips every element at clip·σ of its own rank and rounds it at random to -w, 0 or w, the
-    ranks' largest after clipping.
+    """Clips every element and rounds it at random to -w, 0 or w, the largest magnitude on any rank
+    after clipping.
 
+        σ = standard deviation of this rank's g
         g ← g clipped to ±clip·σ;  w = largest over ranks of max |g|
         q = sign(g)·Bernoulli(|g|/w);  result = w · Σ q / N
 
-    Each rank has its own σ (section 4). The scale is shared by all ranks (section 3.4), so codes
-    add up. Both are those of a tensor, as in the paper. Apart from clipping it is unbiased.
+    Each rank has its own σ (section 4). The scale w is shared by all ranks (section 3.4), so codes
+    add up. Both are those of a tensor, as in the paper. The rounding is unbiased, the clipping is
+    not. The option `unbiased` is for coordinates drawn by `ratio` or `k`.
     """
 
     id = "terngrad"
@@ -36,8 +38,8 @@ class TernGrad(SharedScaleQuantizer):
     clip: float = option(
         Number(0),
         2.5,
-        "standard deviations, of what this rank sends of the tensor, at which it is clipped; 0: "
-        "not at all",
+        "elements are clipped at so many standard deviations of what this rank sends of the "
+        "tensor; 0: not at all",
     )
 
     steps = (1.0,)

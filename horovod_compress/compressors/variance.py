@@ -24,15 +24,16 @@ class Variance(GatheringCompressor):
 
     r accumulates gradients, and v the squares of what each sample contributed to them. v decays by
     zeta where r is ambiguous. Values are rounded to powers of two, a sign and a 3-bit exponent each
-    (section 4.2), after which r and v are 0 there; what is too small for that waits. With `tau`,
-    Strom's threshold is required too and sign(r)·tau is sent (section 4.4).
+    (section 4.2), after which r and v are 0 there; what is too small for that waits. With `tau`
+    above 0 an element is sent only where |r| > tau as well, and its value is tau with the sign of r
+    (Strom's threshold, section 4.4).
 
     `moments` says what counts as a sample, and the same alpha means something else in each.
     minibatch works everywhere and is not the paper's, and has cost accuracy: this rank's gradient
     of a step is one sample, so noise is that between steps. microbatch counts each backward pass of
-    backward_passes_per_step, a group of samples. per_sample counts the samples themselves, as in
-    the paper. An element whose square leaves float32's range (|g| > 1.8e19) makes the step not
-    finite.
+    a step, a group of samples; with one pass it is minibatch. per_sample counts the samples
+    themselves, as in the paper. An element whose square leaves float32's range (|g| > 1.8e19) makes
+    the step not finite.
     """
 
     id = "variance"
@@ -55,7 +56,9 @@ class Variance(GatheringCompressor):
         "what a sample is; per_sample is the paper's, PyTorch only",
     )
     tau: float = option(
-        Number(0, 1e30), 0.0, "above 0: Strom's threshold besides, and what is sent"
+        Number(0, 1e30),
+        0.0,
+        "above 0: elements are sent only where |r| > tau too, and as ±tau (Strom's threshold)",
     )
     error_feedback: bool = option(Flag(), False, "keep the rounding error in r; the paper drops it")
 

@@ -87,8 +87,8 @@ def _cautions(compressor: Compressor, optimizer: Any) -> Iterator[str]:
             f"{compressor.id} with moments=minibatch takes the gradient of a step for one sample. "
             "That is not the paper's, and trainings (one seed each) ended 1.9 and 2.1 points below "
             "none's accuracy, and 9.4 % above its loss. Give "
-            "moments=per_sample (PyTorch), or microbatch with backward_passes_per_step, and an "
-            "alpha of 0.5 to 1 (docs/algorithms/variance.md)"
+            "moments=per_sample (PyTorch), or microbatch with several backward passes a step, and "
+            "an alpha of 0.5 to 1 (docs/algorithms/variance.md)"
         )
 
 

@@ -11,7 +11,10 @@ from .printing import console, write_json
 _EPILOG = """\
 horovodrun -np 4 -H host1:2,host2:2 hvdcompress check --model resnet50 --json network.json
 mpirun -np 4 -H host1:2,host2:2 hvdcompress check --parameters 25.6M
-torchrun --nproc_per_node 2 --no-python hvdcompress check --model resnet50
+torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint host1:29400 \\
+    --no-python hvdcompress check --model resnet50
+
+torchrun's command is the same on both machines.
 
 It compares the installations of all ranks. It runs every algorithm on every transport and compares
 the results with a simulation. It measures the collectives and predicts a step with each SPEC. The

@@ -141,7 +141,7 @@ MADE = re.compile(
 )
 # Local steps of an exchange, as they are told with the numbers of ranks.
 ON_TWO = re.compile(r"every=(\d+)\b[^\n]*\bon 2 ranks")
-ON_MORE = re.compile(r"\bon more (\d+)|\bevery=(\d+)` on more")
+ON_MORE = re.compile(r"\bon more (?:ranks|replicas) every=(\d+)|\bevery=(\d+)` on more")
 
 
 def test_trainings_warm_up_where_that_is_recommended():

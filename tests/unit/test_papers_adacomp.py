@@ -9,7 +9,7 @@ from tiers import examples
 
 
 def adacomp(residue, g, bin_length, factor=2.0):
-    """The paper's pack, as it is written: (sent, residue)."""
+    """The paper's pack, as recalled: (sent, residue)."""
     G = residue + g
     H = residue + np.float32(factor) * g
     bins = [slice(i, i + bin_length) for i in range(0, len(G), bin_length)]

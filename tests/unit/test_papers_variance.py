@@ -1,5 +1,5 @@
 """Variance-based compression (Tsuzuku et al., sections 4.1 to 4.4) and Strom's threshold against
-their papers' own statements."""
+statements of their papers, as far as these could be read."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_how_much_of_pure_noise_is_sent(alpha, rate):
 
 
 def powers(r):
-    """Section 4.2: the sent values of firing elements, by its words: 0 where d > 7 and nothing is
+    """Section 4.2, as recalled: the sent values of firing elements, 0 where d > 7 and nothing is
     sent."""
     top = math.floor(math.log2(np.abs(r).max()))
     values = []
