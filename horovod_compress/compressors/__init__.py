@@ -137,7 +137,7 @@ def _wrong_with(cls: Any, id: str) -> Optional[str]:
 
 def package_of(id: str) -> Optional[str]:
     """The name and version of the package that an algorithm comes from; None for this package's
-    own."""
+    own, for an unknown id, and in Python 3.9, which does not tell it."""
     points = () if id in REGISTRY else _installed().get(id, ())
     package = getattr(points[0], "dist", None) if points else None  # unknown in Python 3.9
     return package and f"{package.name} {package.version}"

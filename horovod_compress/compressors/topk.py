@@ -138,8 +138,20 @@ class TopK(GatheringCompressor):
         masks: Sequence[bool] = (),
     ) -> List[kernels.Encoded]:
         """Adds gradients to momenta u, where momentum is above 0, and to residuals, and moves the
-        selections into payloads. masks: of each whether u becomes 0 where an element is sent, and
-        others of its chunk are not."""
+        largest entries into payloads. Notes in each state's `rollbacks` what was taken out of it.
+
+        Args:
+            grads: of tensors; they are left zero, or as their step's base.
+            states: theirs.
+            steps: theirs.
+            momentum: m of u.
+            nesterov: u ← m·(u + g), as SGD's.
+            masks: of each tensor whether u becomes 0 where an entry is sent, unless its whole chunk
+                is; default: of none.
+
+        Returns:
+            Of each tensor the encoded entries; late on a device, and so are the notes.
+        """
         first, array, density = steps[0], self.traits.accumulator, self.density(steps[0].index)
         vs = [state.arrays[array] for state in states]
         sizes = [self._sizes[v.size, density] for v in vs]

@@ -20,9 +20,9 @@ class Run:
         mean: `mean[step][name]` is every rank's result with op=Average, float32 in the gradient's
             shape.
         bytes_sent: `bytes_sent[step][rank]` counts the bytes that the rank hands to collectives,
-            carriers and frames included.
+            with frames, and the 4 bytes that are added up beside each gathered payload.
         state: `state[rank][name]` is {array name: array} after the last step.
-        stats: `stats[rank]` are the counters of `Exchange.stats`.
+        stats: `stats[rank]` are the rank's counters, as a compression's `stats()` has them.
     """
 
     mean: List[Named]

@@ -64,9 +64,9 @@ class Exchanged:
 
 @dataclasses.dataclass
 class ToReducer(Exchanged):
-    """Hands `array` to the reducer (a host's, or `simulate`), which reduces it over
+    """Hands `array` to the reducer (Horovod's optimizer, DDP or `simulate`), which reduces it over
     ranks as its user asked: as many float32 or float16 as the tensor has elements, which may be the
-    gradient's own memory."""
+    gradient's own memory. Answered with what that has made of it."""
 
     verb = "reducer"
 

@@ -86,8 +86,8 @@ def UpdateOptimizer(
         BoundCompression has.
 
     Raises:
-        ValueError: bad options, or an elastic job.
-        TypeError: what is no optimizer.
+        ValueError: bad options, an optimizer that exchanges already, or an elastic job.
+        TypeError: `optimizer` is no optimizer of Keras, or `outer` no Nesterov.
         MismatchError: at the first step, on all ranks: they were started differently.
     """
     check_rounds(every, outer)

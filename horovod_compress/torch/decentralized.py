@@ -66,7 +66,8 @@ class DecentralizedOptimizer(OptimizerAround):
     of batch normalization: nobody exchanges them.
 
     Args:
-        optimizer: any torch optimizer but L-BFGS, with real floating-point parameters.
+        optimizer: any torch optimizer but L-BFGS and those that exchange already, as
+            UpdateOptimizer, with real floating-point parameters.
         named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered by
             parameter group.
         compression: of messages, a spec or hvdc.Compression.qsgd(…); default:
@@ -81,8 +82,9 @@ class DecentralizedOptimizer(OptimizerAround):
         process_set: the ranks that exchange; default: all.
 
     Raises:
-        ValueError: bad options, or a compression that cannot serve. The first step raises
-            MismatchError, on all ranks, where ranks were started differently, or begin with
+        TypeError: `optimizer` is no optimizer of torch.
+        ValueError: bad options, or an optimizer or a compression that cannot serve here.
+        MismatchError: at the first step, on all ranks: they were started differently, or begin with
             different parameters.
     """
 

@@ -66,8 +66,23 @@ class Compression(metaclass=Algorithms):
         discardable: bool = False,
         process_set: Any = None,
     ) -> AutoCompression:
-        """The fastest of several on this job, where that is beyond its noise, else the dense one.
-        See `AutoCompression`."""
+        """A compression that tries several while training begins, and goes on with the fastest
+        where that is beyond the job's noise, else with the dense one.
+
+        Args:
+            candidates: as of `AutoCompression`.
+            probe_steps: as of `AutoCompression`.
+            margin: as of `AutoCompression`.
+            grad_scaler: as of `AutoCompression`.
+            discardable: as of `AutoCompression`.
+            process_set: as of `AutoCompression`.
+
+        Returns:
+            An `AutoCompression`, which has not chosen yet.
+
+        Raises:
+            ValueError: as of `AutoCompression`.
+        """
         return AutoCompression(
             candidates=candidates,
             probe_steps=probe_steps,

@@ -66,11 +66,12 @@ class UpdateOptimizer(UpdatingOptimizer):
     of it; an exchange that fails leaves the shared parameters.
 
     Args:
-        optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its
-            parameter groups are this one's, so schedulers may have either, and so are its methods:
-            call them on either. Where one changes parameters outside of step(), as train() and
-            eval() of schedule-free optimizers do, all ranks call it, and parameters become their
-            mean over ranks, bit-identical.
+        optimizer: any torch optimizer but L-BFGS and those that exchange already
+            (ZeroRedundancyOptimizer, PostLocalSGDOptimizer, one of Horovod's, an UpdateOptimizer),
+            with real floating-point parameters. Its parameter groups are this one's, so schedulers
+            may have either, and so are its methods: call them on either. Where one changes
+            parameters outside of step(), as train() and eval() of schedule-free optimizers do, all
+            ranks call it, and parameters become their mean over ranks, bit-identical.
         named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered
             by parameter group.
         compression: a spec, as for `horovod_compress.get_compressor`, or
@@ -83,7 +84,8 @@ class UpdateOptimizer(UpdatingOptimizer):
         process_set: the ranks that exchange; default: all.
 
     Raises:
-        ValueError: bad options.
+        TypeError: `optimizer` is no optimizer of torch, or `outer` no Nesterov.
+        ValueError: bad options, or an optimizer or parameters that cannot be served.
         MismatchError: at the first step, on all ranks: they were started differently, or begin with
             different parameters.
     """

@@ -219,7 +219,7 @@ def flat_memory(
     tensor: torch.Tensor, on_device: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
     """The flat array that is a tensor's own memory: on the CPU, or with `on_device` on a device
-    that kernels serve. None where it is not contiguous, or of another type, or is elsewhere."""
+    that kernels serve. None where it is not contiguous, or not of `dtype`, or is elsewhere."""
     served = on_device and kernels.serves(tensor.device.type)
     fits = tensor.dtype == dtype and tensor.is_contiguous() and (served or tensor.device == _CPU)
     return flat(tensor, served) if fits else None

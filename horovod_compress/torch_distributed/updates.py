@@ -47,8 +47,10 @@ class UpdateOptimizer(UpdatingOptimizer):
     the ranks of a host, ranks with the same shard exchange, those of `process_group`.
 
     Args:
-        optimizer: any torch optimizer but L-BFGS, with real floating-point parameters. Its
-            parameter groups are this one's, so schedulers may have either, and so are its methods.
+        optimizer: any torch optimizer but L-BFGS and those that exchange already
+            (ZeroRedundancyOptimizer, PostLocalSGDOptimizer, one of Horovod's, an UpdateOptimizer),
+            with real floating-point parameters. Its parameter groups are this one's, so schedulers
+            may have either, and so are its methods.
         named_parameters: (name, parameter) pairs, as model.named_parameters(); default: numbered
             by parameter group.
         compression: a spec, as for `horovod_compress.get_compressor`; default: what is advised for
@@ -59,7 +61,9 @@ class UpdateOptimizer(UpdatingOptimizer):
         process_group: the ranks that exchange, a group or a mesh of one dimension; default: all.
 
     Raises:
-        ValueError: bad options.
+        TypeError: `optimizer` is no optimizer of torch, or `outer` no Nesterov.
+        ValueError: bad options, or an optimizer or parameters that cannot be served; at the first
+            step, DistributedDataParallel or a compression averages their gradients already.
         MismatchError: at the first step, on all ranks: they were started differently, or begin with
             different parameters.
     """

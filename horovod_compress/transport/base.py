@@ -86,8 +86,8 @@ class Transport(ABC):
         is used again."""
 
     def frame_length(self) -> FrameLength:
-        """The length that frames of one name should be padded to before they are gathered, or sent
-        to all."""
+        """Returns a function from the length that a frame needs to the one that it is padded to
+        before it is gathered, or sent to all. Frames of each name need one of their own."""
         return exact
 
     def error_of_missing(self, count: int, why: str) -> RuntimeError:

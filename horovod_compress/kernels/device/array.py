@@ -53,7 +53,8 @@ def wait_for(streams: Iterable[Optional[int]], device: torch.device) -> None:
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     """A contiguous torch tensor in one dimension, by NumPy's interface. What is computed of it and
     of arrays on the CPU is on the device, unless it goes into an array on the CPU. np.asarray
-    copies it to the CPU, and waits for it."""
+    copies it to the CPU, and waits for it, as does np.concatenate with an array on the CPU, whose
+    result is there."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

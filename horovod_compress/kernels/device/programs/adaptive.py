@@ -11,7 +11,7 @@ def subtract_signs(table, owners, indices, COLUMNS: tl.constexpr, BLOCK: tl.cons
     """Subtracts from the residual, at indices that do not repeat, a scale with the sign that is
     there.
 
-    residual, scale, where in `indices`."""
+    In a row: residual, scale, where in `indices`."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     at = floats(row, 0) + tl.load(indices + tl.load(row + 2) + start + i, mask=inside, other=0).to(
         tl.int64
@@ -40,7 +40,7 @@ def accumulate_variance(
     the gradient. Marks what is to be sent; elsewhere v decays. For its block: how many are marked,
     and 0 where all was finite.
 
-    grad, squares, r, v, where in `marks`, alpha, zeta, tau."""
+    In a row: grad, squares, r, v, where in `marks`, alpha, zeta, tau."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     grad, r, v = (
         floats(row, 0) + start + i,
@@ -74,7 +74,7 @@ def accumulate_bins(
     together, WIDTH elements of each at a time. Leaves the largest magnitude of each bin, and for
     all of its bins the largest one that was to be. The elements of the table are bins.
 
-    grad, residual, where in `maxima`, the tensor's number of elements, length."""
+    In a row: grad, residual, where in `maxima`, the tensor's number of elements, length."""
     owner, row, first, one, is_bin = block_of(table, owners, COLUMNS, BLOCK)
     grad, residual, numel, length = (
         floats(row, 0),
@@ -108,7 +108,7 @@ def add_maxima(table, owners, maxima, sums, COLUMNS: tl.constexpr, BLOCK: tl.con
     """The sum, float64, of the largest magnitudes of a tensor's bins, in one block for each tensor,
     which has one element in the table.
 
-    where in `maxima`, bins."""
+    In a row: where in `maxima`, bins."""
     owner, row, _, i, _ = block_of(table, owners, COLUMNS, BLOCK)
     first, bins = tl.load(row), tl.load(row + 1)
     added = tl.zeros([BLOCK], tl.float64)
@@ -126,7 +126,7 @@ def mark_bins(table, owners, maxima, marks, counts, COLUMNS: tl.constexpr, BLOCK
     """Marks what `more` times the newest gradient would lift over its bin's largest, and zeroes the
     gradient. For its block: how many are marked.
 
-    grad, residual, where in `maxima`, where in `marks`, length, more."""
+    In a row: grad, residual, where in `maxima`, where in `marks`, length, more."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     g = tl.load(floats(row, 0) + start + i, mask=inside, other=0.0)
     kept = tl.load(floats(row, 1) + start + i, mask=inside, other=0.0)
@@ -155,8 +155,8 @@ def collect_marked(
     """Indices of the marked elements, in order, and what a, and with TWO b, hold there. ends: sums
     of the counts of the blocks that marked.
 
-    a, b, where in `marks`, the first block that marked the tensor, where in `indices` less the sum
-    before that block."""
+    In a row: a, b, where in `marks`, the first block that marked the tensor, where in `indices`
+    less the sum before that block."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     block = tl.program_id(0) - tl.load(row - 1) + tl.load(row + 3)
     count = tl.load(counts + block)

@@ -10,7 +10,7 @@ from .parts import INFINITY, block_of, float_at, floats, magnitude_of, pointer
 def find_largest(table, owners, peaks, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """For its block: the largest magnitude.
 
-    x."""
+    In a row: x."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     tl.store(
         peaks + tl.program_id(0),
@@ -31,7 +31,7 @@ def average_momentum(
     """Where the tensor's largest magnitude is finite: new_u ← m·u + out, then out ← new_u, or out +
     m·new_u. For its block: the largest new magnitude of both.
 
-    out, u, new_u, m."""
+    In a row: out, u, new_u, m."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     finite = tl.load(largest + owner) < INFINITY
     inside = inside & (i < tl.where(finite, BLOCK, 0))
@@ -49,7 +49,7 @@ def average_momentum(
 def from_float16(table, owners, peaks, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """The numbers that are in float16, as bits. For its block: the largest magnitude.
 
-    half, out."""
+    In a row: half, out."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     value = (
         tl.load(pointer(row, 0, tl.int16) + start + i, mask=inside, other=0)
@@ -65,7 +65,7 @@ def to_bfloat16(table, owners, codes, peaks, COLUMNS: tl.constexpr, BLOCK: tl.co
     """Bfloat16, ties to even, as bits; numbers too large become the largest finite one. Zeroes the
     gradient. For its block: the largest magnitude.
 
-    grad, where in `codes`."""
+    In a row: grad, where in `codes`."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     value = tl.load(floats(row, 0) + start + i, mask=inside, other=0.0)
     bits = magnitude_of(value)
@@ -84,7 +84,7 @@ def add_bfloat16(table, owners, codes, peaks, COLUMNS: tl.constexpr, BLOCK: tl.c
     """Adds scale times numbers that are in bfloat16, as bits. For its block: the largest new
     magnitude.
 
-    out, scale, where in `codes`."""
+    In a row: out, scale, where in `codes`."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     value = (
         tl.load(codes + tl.load(row + 2) + start + i, mask=inside, other=0).to(tl.int32) << 16

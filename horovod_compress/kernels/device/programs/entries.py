@@ -20,7 +20,7 @@ def put(
 ):
     """Writes numbers into a, and with TWO others into b, at indices that do not repeat.
 
-    a, b, where in `indices` and in the numbers."""
+    In a row: a, b, where in `indices` and in the numbers."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     entry = tl.load(row + 2) + start + i
     at = tl.load(indices + entry, mask=inside, other=0).to(tl.int64)
@@ -33,7 +33,7 @@ def put(
 def add_entries(table, owners, indices, values, peaks, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds scale·values at indices, which do not repeat. For its block: the largest new magnitude.
 
-    out, scale, where in `indices` and `values`."""
+    In a row: out, scale, where in `indices` and `values`."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     entry = tl.load(row + 2) + start + i
     out = floats(row, 0) + tl.load(indices + entry, mask=inside, other=0).to(tl.int64)
@@ -62,8 +62,8 @@ def add_frames(table, owners, frames, peaks, COLUMNS: tl.constexpr, BLOCK: tl.co
     not finite; nothing where a head is not that of this rank's frame. For its block: the largest
     new magnitude.
 
-    out, scale, the words of a frame, the number of ranks, this one, where in a frame the tensor's
-    facts, indices and values are, and how many entries there is room for."""
+    In a row: out, scale, the words of a frame, the number of ranks, this one, where in a frame the
+    tensor's facts, indices and values are, and how many entries there is room for."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     out, scale = floats(row, 0) + start, float_at(row, 1)
     words, ranks, room = tl.load(row + 2), tl.load(row + 3).to(tl.int32), tl.load(row + 8)

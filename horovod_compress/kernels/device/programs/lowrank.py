@@ -50,7 +50,7 @@ def project(table, owners, parts, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BL
     """residual ← residual − P·Qᵀ, if that is pending, + grad. Of each row, over these columns, the
     sums of its products with Q/length; NaN where an element would not be finite.
 
-    grad, residual, q, p, pending, two factors of 1/length, where in `parts`."""
+    In a row: grad, residual, q, p, pending, two factors of 1/length, where in `parts`."""
     row, n, m, rank, below, beside = _region_of(table, owners, COLUMNS, BLOCK)
     grad, residual, q, p = floats(row, 0), floats(row, 1), floats(row, 2), floats(row, 3)
     pending = tl.load(row + 4)
@@ -88,7 +88,7 @@ def project_back(
 ):
     """Of each column, over these rows, the sums of its products with P.
 
-    residual, p, where in `parts`."""
+    In a row: residual, p, where in `parts`."""
     row, n, m, rank, below, beside = _region_of(table, owners, COLUMNS, BLOCK)
     residual, p = floats(row, 0), floats(row, 1)
     parts += tl.load(row + 2) + below * rank * m
@@ -115,7 +115,7 @@ def project_back(
 def add_parts(table, owners, parts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """out ← the sum of its parts, the first ones first.
 
-    out, where in `parts`, how many, out's number of elements."""
+    In a row: out, where in `parts`, how many, out's number of elements."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     parts += tl.load(row + 1) + start
     size = tl.load(row + 3)
@@ -141,7 +141,7 @@ def turn(
     """If it TURNS: out ← the combinations of vectors that the tensor's `turns` say. If it COUNTS:
     for its block, the dot products of all pairs of the vectors, as they are then, in float64.
 
-    vectors, out, their elements, how many."""
+    In a row: vectors, out, their elements, how many."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     source, out = floats(row, 0) + start, floats(row, 1) + start
     n, rank = tl.load(row + 2), tl.load(row + 3).to(tl.int32)
@@ -184,7 +184,7 @@ def find_turns(
     """The combinations of vectors that are orthonormal, the first ones first, by Gauss's
     elimination of their dot products. A vector in the space of those before it becomes zero.
 
-    first block of `dots`, how many, vectors."""
+    In a row: first block of `dots`, how many, vectors."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     rank = tl.load(row + 2).to(tl.int32)
     k = tl.arange(0, RANK)
@@ -216,7 +216,7 @@ def find_turns(
 def average(table, owners, used, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """q ← sums/size, which may be the same memory.
 
-    sums, q, size."""
+    In a row: sums, q, size."""
     owner, row, start, i, inside = block_of(table, owners, COLUMNS, BLOCK)
     sums = tl.load(floats(row, 0) + start + i, mask=inside, other=0.0)
     tl.store(floats(row, 1) + start + i, tl.div_rn(sums, float_at(row, 2)), mask=inside)
@@ -226,7 +226,7 @@ def average(table, owners, used, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 def multiply(table, owners, peaks, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """out ← scale·P·Qᵀ. For its region: the largest magnitude.
 
-    p, q, out, scale."""
+    In a row: p, q, out, scale."""
     row, n, m, rank, below, beside = _region_of(table, owners, COLUMNS, BLOCK)
     p, q, out, scale = floats(row, 0), floats(row, 1), floats(row, 2), float_at(row, 3)
     j = beside * _WIDE + tl.arange(0, _WIDE)
@@ -244,7 +244,7 @@ def multiply(table, owners, peaks, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, B
 def subtract(table, owners, used, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """residual ← residual − P·Qᵀ.
 
-    residual, p, q."""
+    In a row: residual, p, q."""
     row, n, m, rank, below, beside = _region_of(table, owners, COLUMNS, BLOCK)
     j = beside * _WIDE + tl.arange(0, _WIDE)
     for chunk in range(0, min(_TALL, n - below * _TALL), CHUNK):

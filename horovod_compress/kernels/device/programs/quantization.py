@@ -64,8 +64,8 @@ def quantize(
     """Words of the codes of elements, which are rounded at random; fields of a word share a draw of
     bits. norms: of each tensor, the largest of all ranks.
 
-    x, the tensor's number of elements, where in `scales`, where in `words`, the lower and upper
-    half of the key, the steps of each scale."""
+    In a row: x, the tensor's number of elements, where in `scales`, where in `words`, the lower and
+    upper half of the key, the steps of each scale."""
     owner, row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
     x, w = floats(row, 0), tl.load(norms + owner)
     before, factor = _before(w), _first_factor(w, float_at(row, 6), FRACTION)
@@ -124,8 +124,8 @@ def dequantize(
     """Elements from the ranks' sums of words: their scale's unit times the sum of their codes. For
     its block: the largest magnitude.
 
-    out, the tensor's number of elements, where in `scales`, where in `words`, the largest magnitude
-    of a sum; as bits of float64 the factor, and the steps of each scale."""
+    In a row: out, the tensor's number of elements, where in `scales`, where in `words`, the largest
+    magnitude of a sum; as bits of float64 the factor, and the steps of each scale."""
     owner, row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
     out, largest = floats(row, 0), tl.load(row + 4).to(tl.int32)
     w = tl.load(norms + owner)
@@ -165,8 +165,8 @@ def count_fits(
     """Words with a 1 for each element whose code in a scale is at most the largest of the first.
     norms: as of `quantize`.
 
-    x, the tensor's number of elements, where in `words`, the steps of the first scale, and of this
-    one."""
+    In a row: x, the tensor's number of elements, where in `words`, the steps of the first scale,
+    and of this one."""
     owner, row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
     w = tl.load(norms + owner)
     before, factor = _before(w), _factor(w, float_at(row, 4), FRACTION)
@@ -193,8 +193,8 @@ def find_scales(
 ):
     """Gives a scale to the elements that it fits on all ranks, by the sums of their words.
 
-    where in `words`, the tensor's number of elements, where in `scales`, the scale, the number of
-    ranks."""
+    In a row: where in `words`, the tensor's number of elements, where in `scales`, the scale, the
+    number of ranks."""
     owner, row, word, inside, numel, first, apart = _words_of(table, owners, FIELDS, COLUMNS, BLOCK)
     sums = tl.load(words + tl.load(row) + word, mask=inside, other=0)
     scales += tl.load(row + 2)

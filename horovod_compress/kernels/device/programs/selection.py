@@ -56,7 +56,7 @@ def advance(
     """Advances u and v, and leaves the gradient as `base` is, or zero. Counts the lines' largest
     new magnitudes, and notes the largest one that was to be.
 
-    grad, base, u, v, momentum, scale, first line."""
+    In a row: grad, base, u, v, momentum, scale, first line."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     line = tl.arange(0, BLOCK // _LINE)
     i = line[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
@@ -131,7 +131,7 @@ def narrow(
     """Counts elements by the upper, middle or lower bits of their magnitudes: all that may be
     above the threshold, then those that have its upper bits, then its upper and middle bits.
 
-    As of `advance`, and k."""
+    In a row: as of `advance`, and k."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     its, k = bins + owner * _ROW, tl.load(row + 7).to(tl.int32)
     first = start == 0
@@ -222,7 +222,7 @@ def collect(
     TAKEN none are of a tensor that was not to be finite, and v becomes 0 there, and u below
     `masked`. counts, ends: of blocks, and their sums.
 
-    As of `narrow`, where in those arrays its entries begin, and masked."""
+    In a row: as of `narrow`, where in those arrays its entries begin, and masked."""
     owner, row, start, size = rows_of(table, owners, COLUMNS, BLOCK)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     its, first = bins + owner * _ROW, tl.load(row - 1)
