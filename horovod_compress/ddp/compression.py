@@ -16,8 +16,9 @@ from ..session.notices import warn_once
 from ..torch_common.backward import in_backward, pass_under_way
 from ..torch_common.optimizers import without_wrappers
 from ..torch_common.parameters import Slot, named, tensor_of
+from ..torch_common.search import has_others
 from ..torch_common.steps import check_types
-from ..torch_distributed.checks import OTHER_OPTIMIZER, check_optimizer, has_others
+from ..torch_distributed.checks import OTHER_OPTIMIZER, check_optimizer
 from ..torch_distributed.compression import GroupCompression
 from ..torch_distributed.ranks import GroupRanks
 from .checks import check_model, check_step

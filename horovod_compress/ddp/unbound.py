@@ -12,8 +12,7 @@ from ..engine.exchange import Exchange
 from ..session.auto import auto_of
 from ..session.unbound import NotBoundError, Unbound
 from ..torch_common.optimizers import before_closures
-from ..torch_common.search import objects_of
-from ..torch_distributed.checks import optimizers_of
+from ..torch_common.search import objects_of, optimizers_of
 from ..transport.loopback import Loopback
 from .compression import DDPCompression, hook
 from .factories import make

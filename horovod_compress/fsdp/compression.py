@@ -12,9 +12,10 @@ from ..session.lifecycle import Event
 from ..torch_common import shards
 from ..torch_common.backward import at_end, in_backward
 from ..torch_common.parameters import NamedParameters, Slot, checksum
+from ..torch_common.search import has_others
 from ..torch_common.shards import any_not_zero
 from ..torch_common.steps import bring_means
-from ..torch_distributed.checks import OTHER_OPTIMIZER, has_others
+from ..torch_distributed.checks import OTHER_OPTIMIZER
 from ..torch_distributed.compression import GroupCompression
 from .checks import refuse_hooks
 from .internals import Unit

@@ -4,7 +4,10 @@ import gc
 import sys
 from typing import Any, Iterator, List, Set, Type
 
+import torch
+
 from ..session.callers import callers
+from .optimizers import is_made_by_torch
 
 
 def objects_of(*kinds: Type[Any]) -> List[Any]:
@@ -29,6 +32,28 @@ def subclasses_of(cls: Type[Any]) -> Iterator[Type[Any]]:
     for each in cls.__subclasses__():
         yield each
         yield from subclasses_of(each)
+
+
+def optimizers_of(module: torch.nn.Module) -> List[Any]:
+    """The optimizers of a model's parameters, without wrappers, which have the same groups."""
+    found = {
+        id(optimizer.param_groups): optimizer
+        for optimizer in objects_of(torch.optim.Optimizer)
+        if is_made_by_torch(optimizer) and has_parameter_of(optimizer, module)
+    }
+    return list(found.values())
+
+
+def has_others(module: torch.nn.Module, own: Any) -> bool:
+    """Looks whether another optimizer than the given one has parameters of a model. It takes
+    long."""
+    return own is not None and optimizers_of(module) not in ([], [own])
+
+
+def has_parameter_of(optimizer: Any, module: torch.nn.Module) -> bool:
+    """Returns whether an optimizer has a parameter of a model."""
+    own = {id(param) for param in module.parameters()}
+    return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
 
 
 def _reachable() -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Refusals of models and optimizers, whose gradients reach compressions without Horovod."""
 
-from typing import Any, Collection, List, Sequence
+from typing import Any, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,7 @@ from torch import nn
 from ..session.notices import warn_once
 from ..torch_common import shards
 from ..torch_common.adam import AdamWOfRanks
-from ..torch_common.optimizers import is_made_by_torch
-from ..torch_common.search import objects_of
+from ..torch_common.search import has_parameter_of
 
 OTHER_OPTIMIZER = (
     "no step of the optimizer that {entry} was given has used the results of the last backward(), "
@@ -74,31 +73,10 @@ def check_optimizer(module: nn.Module, optimizer: Any, entry: str) -> None:
             f"{type(optimizer).__name__} has no hooks around its steps: give {entry} the "
             "optimizer that is inside it"
         )
-    if not _steps(optimizer, module):
+    if not has_parameter_of(optimizer, module):
         raise ValueError(
             f"this optimizer has no parameter of the model: give {entry} the one that steps it"
         )
-
-
-def optimizers_of(module: nn.Module) -> List[Any]:
-    """The optimizers of a model's parameters, without wrappers, which have the same groups."""
-    found = {
-        id(optimizer.param_groups): optimizer
-        for optimizer in objects_of(torch.optim.Optimizer)
-        if is_made_by_torch(optimizer) and _steps(optimizer, module)
-    }
-    return list(found.values())
-
-
-def has_others(module: nn.Module, own: Any) -> bool:
-    """Looks whether another optimizer than the given one has parameters of a model. It takes
-    long."""
-    return own is not None and optimizers_of(module) not in ([], [own])
-
-
-def _steps(optimizer: Any, module: nn.Module) -> bool:
-    own = {id(param) for param in module.parameters()}
-    return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
 
 
 def check_replicas(params: Sequence[torch.Tensor], group: Any, argument: str) -> None:
