@@ -10,7 +10,7 @@ from .. import kernels
 from ..session.join_error import REDUCES_ONLY, error_of_joined
 from ..session.notices import warn_once
 from ..session.session import Session
-from .applied_gradients import Applied, Repetitions, Served
+from .applied_checks import Applied, Repetitions, Served
 from .horovod_internals import Traces
 from .optimizer import Serving
 from .variables import Variable

@@ -8,7 +8,7 @@ import tensorflow as tf
 from ..compressors import get_compressor
 from ..protocol.handshake import agree
 from ..session.choice import Choice, momentum_of, requested_compressor
-from .applied_gradients import refuse_unreduced
+from .applied_checks import refuse_unreduced
 from .checks import check_elastic, check_elastic_scale, check_options, check_scaler, tell_of_scaler
 from .graph import Graph, GraphCompression
 from .horovod_internals import loss_scaler

@@ -29,7 +29,7 @@ from ..session.bound import Bound
 from ..session.choice import Choice
 from ..session.port import Port
 from ..session.session import Session
-from .applied_gradients import Served, may_see_gradients
+from .applied_checks import Served, may_see_gradients
 from .calls import Calls, Chain, first_values, with_denormals
 from .checks import ONE_PASS, tell_of_missing_gradients
 from .exchange import GraphExchange, dtypes_of, first_with_sums

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ..session.ranks import is_elastic
 from ..session.unbound import NotBoundError, Unbound
-from .applied_gradients import refuse_unreduced
+from .applied_checks import refuse_unreduced
 from .checks import check_options, check_scaler
 from .compression import BoundCompression
 from .horovod_internals import (
