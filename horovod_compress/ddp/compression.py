@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compressors import get_compressor
 from ..session.auto import Auto
 from ..session.callers import callers
-from ..session.lifecycle import Event
 from ..session.notices import warn_once
+from ..session.step_lifecycle import Event
 from ..torch_common.backward import in_backward, pass_under_way
 from ..torch_common.optimizers import without_wrappers
 from ..torch_common.parameters import Slot, named, tensor_of

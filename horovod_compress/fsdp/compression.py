@@ -8,7 +8,7 @@ from torch import nn
 
 from ..engine.dense_policy import bare_name
 from ..protocol.handshake import agree
-from ..session.lifecycle import Event
+from ..session.step_lifecycle import Event
 from ..torch_common import shards
 from ..torch_common.backward import at_end, in_backward
 from ..torch_common.parameters import NamedParameters, Slot, checksum

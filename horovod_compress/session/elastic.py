@@ -13,8 +13,8 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from ..compressors import get_compressor
 from ..engine import checkpoint
 from ..protocol.handshake import gather
-from .lifecycle import Event
 from .session import Session
+from .step_lifecycle import Event
 
 
 class Kept:

@@ -13,9 +13,9 @@ from ..engine.recording import Destination, Recorder
 from ..protocol.handshake import agree
 from .auto import Controller
 from .choice import Choice, description_of
-from .lifecycle import Event, Lifecycle
 from .port import Port
 from .ranks import Ranks
+from .step_lifecycle import Event, Lifecycle
 
 
 class Session:

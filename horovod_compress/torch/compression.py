@@ -9,7 +9,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from ..protocol.wire import WireError
 from ..session.bound import Bound
-from ..session.lifecycle import SYNCHRONIZE_FIRST, Event, State
+from ..session.step_lifecycle import SYNCHRONIZE_FIRST, Event, State
 from ..torch_common.parameters import NamedParameters, Slot, flat, is_sparse, named
 from ..torch_common.steps import check_types
 from . import horovod_internals

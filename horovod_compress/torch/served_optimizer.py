@@ -7,8 +7,8 @@ from typing import Any, Iterable, List, Optional, Set
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..session.lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event
 from ..session.notices import warn_once
+from ..session.step_lifecycle import CLOSURE, SYNCHRONIZE_FIRST, Event
 from ..torch_common.optimizers import in_grad_scaler
 from ..torch_common.parameters import Slot, is_sparse
 from ..torch_common.steps import Steps

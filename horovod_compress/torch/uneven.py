@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import torch
 
 from ..protocol.handshake import agree
-from ..session.lifecycle import Event
+from ..session.step_lifecycle import Event
 from . import horovod_internals
 from .compression import BoundCompression
 from .transport import keep, synchronize

@@ -16,11 +16,11 @@ from ..kernels.landing import landing
 from ..protocol.handshake import agree
 from ..session.auto import Auto, Controller, default_candidates, refuse_begun_within_step
 from ..session.choice import Choice, requested_compressor
-from ..session.lifecycle import Event, State
 from ..session.notices import warn_once
 from ..session.port import Port
 from ..session.ranks import Ranks, is_elastic
 from ..session.session import Session
+from ..session.step_lifecycle import Event, State
 from . import shards
 from .moments import Moments, moments_of
 from .optimizers import closure_of, in_grad_scaler, skips, with_closure

@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterable, List, Optional
 import torch
 
 from ..session.bound import Bound
-from ..session.lifecycle import Event
+from ..session.step_lifecycle import Event
 from ..torch_common.parameters import Slot
 from ..torch_common.steps import Steps
 from .ranks import GroupRanks

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")  # horovod_compress.torch needs it
 
-from horovod_compress.session.lifecycle import REFUSALS, TRANSITIONS, Event, Lifecycle, State
+from horovod_compress.session.step_lifecycle import REFUSALS, TRANSITIONS, Event, Lifecycle, State
 
 
 def in_state(state):
