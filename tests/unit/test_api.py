@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import horovod_compress as hc
-from horovod_compress import compressors
+from horovod_compress.compressors import registry
 
 
 def python(code, **variables):
@@ -219,9 +219,9 @@ def test_an_algorithm_of_another_package_hides_nothing(id, monkeypatch):
     """`Compression` has these names already."""
     cls = dataclasses.dataclass(frozen=True, repr=False)(type("Other", (hc.TopK,), {"id": id}))
     point = types.SimpleNamespace(value="other:Other", load=lambda: cls)
-    monkeypatch.setattr(compressors, "_installed", lambda: {id: [point]})
+    monkeypatch.setattr(registry, "_installed", lambda: {id: [point]})
     with pytest.raises(ImportError, match=r"is installed as other:Other, which is no id that wor"):
-        compressors.find.__wrapped__(id)
+        registry.find.__wrapped__(id)
 
 
 def test_public_functions_are_documented():
