@@ -1,10 +1,7 @@
 """Horovod's ranks in PyTorch, and its own collectives, through horovod.torch. These work with MPI
 and Gloo, and Horovod fuses them with its other ones."""
 
-import atexit
 import functools
-import queue
-import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
@@ -20,12 +17,10 @@ from ..session.process_sets import HorovodRanks, ProcessSetRanks
 from ..torch_common.parameters import tensor_of
 from ..transport.base import Transport
 from ..transport.loopback import Loopback
+from .counted_step import CountedStep
 from .mpi import MPITransport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}
-# Seconds between polls of the counts that are under way. Each takes Python's lock from a rank that
-# trains.
-_POLL_INTERVAL = 20e-3
 # Seconds between two looks whether an operation is over; a sixteenth of the time so far, within
 # these.
 _SHORTEST, _LONGEST = 50e-6, 1e-3
@@ -88,14 +83,16 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
 
     reduces_on_device = True
 
-    def in_step(self, name: str) -> Transport:
-        return _CountedStep(self, name)
+    def in_step(self, name: str) -> Any:
+        return CountedStep(self, name)
 
     def frame_length(self) -> FrameLength:
         return Steady()
 
-    def allgather(self, name: str, payload: np.ndarray) -> Callable[[], np.ndarray]:
-        wait = self._start(
+    def allgather(
+        self, name: str, payload: np.ndarray, begin: Optional[Callable] = None
+    ) -> Callable[[], np.ndarray]:
+        wait = (begin or self.begin)(
             functools.partial(hvd.allgather_async, name=name, process_set=self._process_set),
             payload,
         )
@@ -110,20 +107,27 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
 
     def allreduce(self, name: str, array: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
         self.count(array.nbytes, array.nbytes)
-        start = functools.partial(hvd.allreduce_async_, op=_OPS[op], process_set=self._process_set)
-        handle = keep(start(tensor_of(array), name=name))
+        handle = keep(
+            hvd.allreduce_async_(
+                tensor_of(array), name=name, op=_OPS[op], process_set=self._process_set
+            )
+        )
 
         def wait() -> np.ndarray:
-            self._wait(handle)
+            self.wait_for(handle)
             return array
 
         return wait
 
     def alltoall(
-        self, name: str, payload: np.ndarray, splits: Sequence[int]
+        self,
+        name: str,
+        payload: np.ndarray,
+        splits: Sequence[int],
+        begin: Optional[Callable] = None,
     ) -> Callable[[], List[np.ndarray]]:
         lengths = torch.tensor(splits, dtype=torch.int32, device="cpu")
-        wait = self._start(
+        wait = (begin or self.begin)(
             functools.partial(
                 hvd.alltoall_async, splits=lengths, name=name, process_set=self._process_set
             ),
@@ -138,12 +142,19 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
 
         return wait_for_parts
 
-    def _start(
-        self, start: Callable[[torch.Tensor], int], payload: np.ndarray
-    ) -> Callable[[], Any]:
-        """Starts what ranks that have called hvd.join() can take no part in. start: returns
+    def begin(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> Callable[[], Any]:
+        """Starts what ranks that have called hvd.join() can take no part in, unless a `CountedStep`
+        gives `allgather` and `alltoall` its own way. start: returns Horovod's handle."""
+        return functools.partial(self.wait_for, keep(start(torch.from_numpy(payload))))
+
+    def begin_count(self, here: torch.Tensor, name: str) -> int:
+        """Starts the mean of a 1 over ranks, to which those that have joined add 0. Returns
         Horovod's handle."""
-        return functools.partial(self._wait, keep(start(torch.from_numpy(payload))))
+        self.count(here.nbytes, here.nbytes)
+        # A mean, as carriers mostly are: Horovod joins it with those.
+        return keep(
+            hvd.allreduce_async_(here, name=name, op=hvd.Average, process_set=self._process_set)
+        )
 
     def error_of_missing(self, count: int, why: str) -> RuntimeError:
         return error_of_joined(count, self.size, self._joined(), why)
@@ -156,155 +167,18 @@ class HorovodTransport(ProcessSetRanks, Transport):  # type: ignore[override]
         found = self.allreduce("hvdc.here", here)()
         return [rank for rank, there in enumerate(found.tolist()) if not there]
 
-    def _refusal(self) -> RuntimeError:
-        """A collective of the ranks that have not called hvd.join()."""
+    def refusal(self) -> RuntimeError:
+        """The error where ranks have called hvd.join(). A collective of those that have not."""
         joined = self._joined()
         return error_of_joined(len(joined), self.size, joined, REDUCES_ONLY)
 
-    def _wait(self, handle: int) -> Any:
+    def wait_for(self, handle: int) -> Any:
         try:
             return synchronize(handle)
         except HorovodInternalError as error:
             if "Join" in str(error):
-                raise self._refusal() from error
+                raise self.refusal() from error
             raise
-
-
-class _Held:
-    """A collective that is not started yet."""
-
-    def __init__(self, start: Callable[[torch.Tensor], int], payload: np.ndarray) -> None:
-        self.start, self.payload = start, payload
-        self.handle: Any = None  # Horovod's, from the start on
-
-
-class _CountedStep(HorovodTransport):
-    """Holds a step's gathered messages back until its ranks are counted, by an allreduce to which
-    ranks that have joined add zeros.
-
-    Horovod answers an allgather or alltoall of shapes that it has seen from its response cache, and
-    a rank that has called hvd.join() dies of that answer. What is held is started when the count is
-    there, whatever this rank does or waits for by then, because others may wait for it.
-    """
-
-    def __init__(self, transport: HorovodTransport, name: str) -> None:
-        super().__init__(transport._process_set)
-        self._name = name
-        self.count = transport.count  # type: ignore[method-assign]
-        self._lock = threading.Lock()  # for all below
-        # Horovod's handle, once the count has begun.
-        self._count: Optional[int] = None
-        # Becomes the mean over ranks.
-        self._here = torch.ones(1, dtype=torch.float32, device="cpu")
-        # Whether all ranks were there, once the count is over.
-        self._counted: Optional[bool] = None
-        self._error: Optional[Exception] = None  # why what is held is not started
-        self._held: List[_Held] = []
-
-    def expect_gather(self) -> None:
-        with self._lock:
-            self._begin_count()
-
-    def end_step(self) -> None:
-        with self._lock:
-            for held in self._held:
-                # The next step's is encoded in the same memory.
-                held.payload = held.payload.copy()
-
-    def end_count(self, wait: bool) -> bool:
-        """Starts what is held, if the count is there and full. wait: whether to wait for it.
-        Returns whether it is over."""
-        if not self._lock.acquire(blocking=wait):
-            return False  # Who has the lock ends it.
-        try:
-            return self._end_count(wait)
-        finally:
-            self._lock.release()
-
-    def _start(
-        self, start: Callable[[torch.Tensor], int], payload: np.ndarray
-    ) -> Callable[[], Any]:
-        with self._lock:
-            if not self._counted:
-                self._end_count(wait=False)
-            if self._counted:
-                return super()._start(start, payload)
-            held = _Held(start, payload)
-            self._held.append(held)
-            self._begin_count()
-
-        def wait() -> Any:
-            if not self._counted:
-                self.end_count(wait=True)
-            if self._counted:
-                return self._wait(held.handle)
-            self._error = self._error or self._refusal()
-            raise self._error
-
-        return wait
-
-    def _begin_count(self) -> None:
-        if self._count is None:
-            # A mean, as carriers mostly are: Horovod joins it with those.
-            self.count(self._here.nbytes, self._here.nbytes)
-            self._count = keep(
-                hvd.allreduce_async_(
-                    self._here, name=self._name, op=hvd.Average, process_set=self._process_set
-                )
-            )
-            _counts.add(self)
-
-    def _end_count(self, wait: bool) -> bool:
-        if self._count is None or self._counted is not None:
-            return True
-        try:
-            if not wait and not hvd.poll(self._count):
-                return False
-            self._wait(self._count)
-            full = self.size * self._here.item() > self.size - 0.5
-            for held in self._held if full else ():
-                held.handle = keep(held.start(torch.from_numpy(held.payload)))
-            self._counted = full
-        except Exception as error:
-            # Of a Horovod that has been shut down, of whatever type.
-            self._counted, self._error = False, error
-        self._held.clear()
-        return True
-
-
-class _Counts:
-    """The counts that are under way in this process, and a thread that polls them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # for the thread
-        self._thread: Optional[threading.Thread] = None
-        # None ends the thread.
-        self._steps: "queue.SimpleQueue[Optional[_CountedStep]]" = queue.SimpleQueue()
-
-    def add(self, step: _CountedStep) -> None:
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._poll, name="hvdc-counts", daemon=True)
-                self._thread.start()
-                # A thread that frees a tensor while Python shuts down aborts the process.
-                atexit.register(self._stop, self._thread)
-        self._steps.put(step)
-
-    def _stop(self, thread: threading.Thread) -> None:
-        self._steps.put(None)
-        thread.join()
-
-    def _poll(self) -> None:
-        steps: List[Any] = [self._steps.get()]
-        while None not in steps:
-            steps = [step for step in steps if not step.end_count(wait=False)]
-            time.sleep(_POLL_INTERVAL)
-            # Waits where none is under way.
-            while not steps or not self._steps.empty():
-                steps.append(self._steps.get())
-
-
-_counts = _Counts()
 
 
 class TorchRanks(HorovodRanks):

@@ -72,8 +72,8 @@ class Transport(ABC):
         return received
 
     def in_step(self, name: str) -> "Transport":
-        """The transport that starts the collectives of one step. name: of what it exchanges by
-        itself, alike on all ranks."""
+        """Returns what starts the collectives of one step, as this does, and is told of the step by
+        the two methods below. name: of what it exchanges by itself, alike on all ranks."""
         return self
 
     def expect_gather(self) -> None:

@@ -16,7 +16,7 @@ def test_the_thread_that_polls_counts_ends_before_python():
     script = textwrap.dedent(
         """
         import threading, time, torch
-        from horovod_compress.torch.transport import _counts
+        from horovod_compress.torch.counted_step import _counts
 
         class Step:
             def end_count(self, wait):

@@ -170,7 +170,6 @@ LIMITS = {"compressors": (360, 38, 5), None: (400, 30, 2)}
 LARGER = {
     "GraphExchange": (410, 35, 1),
     "HostParts": (310, 33, 2),
-    "_CountedStep": (225, 21, 3),
 }
 
 
