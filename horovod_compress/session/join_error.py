@@ -1,4 +1,10 @@
-"""Ranks that have called hvd.join(): the error on the others."""
+"""Ranks that have called hvd.join(): the error on the others.
+
+Those are found missing before messages are gathered, where each step's ranks are counted:
+`torch/counted_step.py`, in TensorFlow `Graph._counted`; and before sums are used, by the ranks'
+numbers of the step: `check_step_numbers` of `protocol/handshake.py`. Over MPI nobody looks, and
+ranks wait in vain: `torch/mpi.py`. `torch/uneven.py` is for ranks whose data end early.
+"""
 
 from typing import Sequence
 

@@ -1,5 +1,5 @@
 """Ranks with different numbers of steps: one that has no more data answers the others' collectives
-until all are done. (Not hvd.join(): see `transport`.)"""
+until all are done. (Not hvd.join(): see `session/join_error.py`.)"""
 
 import contextlib
 import io
