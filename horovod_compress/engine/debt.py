@@ -14,7 +14,7 @@ from ..compressors.state import State
 from ..compressors.wrapper import Wrapper, unwrapped
 from ..kernels import beside
 from . import checkpoint
-from .extension import Extension
+from .feature import Extension
 from .tensor import Tensor
 
 # The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.

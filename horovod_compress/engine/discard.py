@@ -7,7 +7,7 @@ import numpy as np
 from ..compressors.base import Step
 from .checkpoint import copies
 from .driver import Driver
-from .extension import Extension
+from .feature import Extension
 from .tensor import Tensor
 
 

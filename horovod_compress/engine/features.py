@@ -7,7 +7,7 @@ from ..compressors.base import Step
 from ..compressors.wrapper import unwrapped
 from .debt import Handover
 from .dense_policy import go_dense
-from .extension import Extension
+from .feature import Extension
 from .frozen import Frozen
 from .group import Group
 from .loss_scale import LossScale

@@ -12,7 +12,7 @@ import numpy as np
 from ..compressors.base import Step
 from ..compressors.state import SHARED, zeros
 from .debt import DEBT
-from .extension import Extension
+from .feature import Extension
 from .tensor import Tensor
 
 

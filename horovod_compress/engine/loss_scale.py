@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import kernels
 from ..compressors.base import Step, multiply, with_fields
-from .extension import Extension
+from .feature import Extension
 from .tensor import Tensor
 
 

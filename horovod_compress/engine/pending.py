@@ -7,7 +7,7 @@ import numpy as np
 
 from ..compressors.base import Step
 from .contract import check_payloads
-from .extension import Extension
+from .feature import Extension
 from .group import Group
 from .step import GroupStep, begin, end_step, end_steps, group_step, subtract_bases
 from .tensor import Tensor

@@ -26,7 +26,7 @@ from typing import (
 from .. import kernels
 from ..compressors.base import Compressor, Step
 from .driver import Driver
-from .extension import Extension
+from .feature import Extension
 from .record_types import Record, TensorRecord
 from .tensor import SENT, SPENT, Tensor
 

@@ -20,7 +20,7 @@ from ..protocol import wire
 from ..protocol.requests import Allgather, Allreduce, Final, Joint, Outcome, StepNorm, ToReducer
 from .contract import check_payloads, check_request
 from .dense_policy import note_sizes
-from .extension import Extension
+from .feature import Extension
 from .group import Group, digest_of
 from .tensor import Tensor
 

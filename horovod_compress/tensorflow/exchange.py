@@ -14,7 +14,7 @@ from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
 from ..engine.dense_policy import go_dense
 from ..engine.driver import Driver, Transaction
-from ..engine.extension import Extension
+from ..engine.feature import Extension
 from ..engine.features import Features
 from ..engine.group import Group, form
 from ..engine.loss_scale import to_true_units

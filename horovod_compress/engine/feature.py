@@ -1,4 +1,5 @@
-"""Features beside the algorithms, which look at the steps of a driver's tensors, or change them."""
+"""The base of the features beside an algorithm, which look at the steps of a driver's tensors, or
+change them."""
 
 from typing import Any, Sequence
 
