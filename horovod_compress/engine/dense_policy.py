@@ -6,40 +6,17 @@ a step goes dense where payloads of all ranks would be more than a dense exchang
 
 import fnmatch
 import math
-from typing import Collection, Iterable, Sequence, Tuple
+from typing import Collection, Sequence, Tuple
 
 from ..compressors.base import Compressor, Step
 from ..compressors.dense import dense_compressor
 from ..compressors.selective import SelectiveCompressor
 from .group import Group
+from .names import bare_name
 from .tensor import Tensor
 
-# Where torch.compile and activation checkpointing put a module: none of a user's is called so.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # Of measured payloads that were too large: what trying again costs is at most one part in so many.
 _TRIES = 16
-
-
-class ShardShape(Tuple[int, ...]):
-    """The shape of the part of a tensor that a rank keeps, and the rank's replicas too. Ranks with
-    the other parts are not among those that exchange.
-
-    Attributes:
-        whole: the tensor's own shape.
-    """
-
-    whole: Tuple[int, ...]
-
-    def __new__(cls, shape: Iterable[int], whole: Tuple[int, ...]) -> "ShardShape":
-        made = super().__new__(cls, tuple(shape))
-        made.whole = whole
-        return made
-
-
-def bare_name(name: str) -> str:
-    """A parameter's name as it is where its model, or the part that it is in, is neither compiled
-    nor checkpointed."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) -> Compressor:
@@ -47,6 +24,7 @@ def compressor_for(compressor: Compressor, name: str, shape: Tuple[int, ...]) ->
     it compresses does not depend on how the tensor is cut, so that states can be cut anew."""
     if not isinstance(compressor, SelectiveCompressor):
         return compressor
+    # A shard's has the tensor's own beside it (`ShardShape` of torch_common/shards.py).
     names, whole = {name, bare_name(name)}, getattr(shape, "whole", shape)
     excluded = any(
         fnmatch.fnmatchcase(name, pattern) for name in names for pattern in compressor.exclude

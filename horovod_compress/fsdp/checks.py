@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine.dense_policy import bare_name
+from ..engine.names import bare_name
 from ..session.notices import warn_once
 from ..torch_common.shards import is_shard, meshes_of
 from ..torch_distributed.checks import check_gradients

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional
 import torch
 from torch import nn
 
-from ..engine.dense_policy import bare_name
+from ..engine.names import bare_name
 from ..protocol.handshake import agree
 from ..session.step_lifecycle import Event
 from ..torch_common import shards

@@ -6,12 +6,27 @@ from typing import Any, Dict, Iterable, List, Mapping, Tuple
 import torch
 
 from ..compressors.state import SHARED, Role
-from ..engine.dense_policy import ShardShape
 from ..engine.tensors import Tensors
 
 # Of the arrays that are alike on all replicas: the same number for all shards, and one that has a
 # number for each element.
 _RATE, _MOMENTUM = "lr", "u"
+
+
+class ShardShape(Tuple[int, ...]):
+    """The shape of the part of a tensor that a rank keeps, and the rank's replicas too. Ranks with
+    the other parts are not among those that exchange.
+
+    Attributes:
+        whole: the tensor's own shape.
+    """
+
+    whole: Tuple[int, ...]
+
+    def __new__(cls, shape: Iterable[int], whole: Tuple[int, ...]) -> "ShardShape":
+        made = super().__new__(cls, tuple(shape))
+        made.whole = whole
+        return made
 
 
 def is_shard(tensor: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any, Callable, Collection, Dict, Iterable, List, Set, Tuple
 
-from ..engine.dense_policy import bare_name
+from ..engine.names import bare_name
 
 # DistributedDataParallel, DataParallel and AveragedModel put one here; users may have such modules.
 _WRAPPED = "module"
