@@ -17,14 +17,12 @@ from .optimizer import (
     Serving,
     before_applying,
     check,
-    is_plain_sgd,
-    leave_momentum,
     optimizers_in_reach,
     options_of,
-    own_step_of,
     watch_passes,
 )
 from .ranks import TensorFlowRanks
+from .takeover import is_plain_sgd, leave_momentum, own_step_of
 
 
 class BoundCompression(GraphCompression):

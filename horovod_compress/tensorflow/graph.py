@@ -43,8 +43,9 @@ from .horovod_internals import (
     reduction_of,
     when_differentiated,
 )
-from .optimizer import Serving, learning_rate_of, steps_of, tell_of_takeover
+from .optimizer import Serving, learning_rate_of, steps_of
 from .ranks import TensorFlowRanks
+from .takeover import tell_of_takeover
 from .variables import Variable, Variables
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max}

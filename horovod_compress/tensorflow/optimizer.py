@@ -1,9 +1,8 @@
-"""Keras optimizers whose momentum a compression takes over, or whose gradients it must see."""
+"""Keras optimizers that a compression serves: what it asks of them, and how it sees their passes
+and what they apply."""
 
-import logging
 from typing import Any, Callable, Dict, List, Optional, Type
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..session.callers import callers
@@ -19,7 +18,6 @@ from .horovod_internals import (
     values_of,
 )
 
-_log = logging.getLogger("horovod_compress")
 # Packages whose functions have no optimizers of users in reach.
 _NO_USERS = ("horovod", "horovod_compress", "keras", "tensorflow", "tf_keras")
 SGD = (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
@@ -81,12 +79,6 @@ def options_of(sgd: Any) -> Dict[str, Any]:
         return sgd.get_config() if changed is None else {**sgd.get_config(), "momentum": changed}
 
 
-def is_plain_sgd(optimizer: Any) -> bool:
-    """Returns whether this is an SGD without momentum: it adds the learning rate times the result
-    to variables."""
-    return isinstance(optimizer, SGD) and not options_of(optimizer)["momentum"]
-
-
 def learning_rate_of(optimizer: Any) -> Any:
     """The learning rate, a tensor, that an optimizer will apply in the step whose gradients are
     being traced; NaN where the optimizer is not known, or has none."""
@@ -108,67 +100,6 @@ def steps_of(optimizer: Any) -> Any:
     return tf.convert_to_tensor(taken)
 
 
-def own_step_of(sgd: Any) -> str:
-    """The method in which an SGD's class takes steps, where that is not Keras's, so that its
-    momentum cannot be taken over; else empty."""
-    own: Any = _own_class(sgd)
-    known = next(cls for cls in SGD if issubclass(own, cls))
-    method = "update_step" if hasattr(known, "update_step") else "_resource_apply_dense"
-    return "" if getattr(own, method) is getattr(known, method) else f"{own.__name__}.{method}"
-
-
-def leave_momentum(
-    optimizer: Any, covers: Callable[[Any], bool], lives_on: Callable[[], bool]
-) -> None:
-    """From now on this SGD, Horovod's or what Horovod makes of it, leaves momentum to the
-    compression where that covers a variable, which is asked in each trace: then dense gradients
-    take plain steps. lives_on: whether what SGD's own momentum has gathered before still moves
-    variables. Its configuration stays the user's, decoupled weight decay stays with it."""
-    # Another compression's, where that serves other variables.
-    base: Any = class_below(optimizer)
-
-    # rate: the learning rate, in Keras 3.
-    def update_step(self: Any, gradient: Any, variable: Any, *rate: Any) -> None:
-        if isinstance(gradient, tf.IndexedSlices) or not covers(variable):
-            return base.update_step(self, gradient, variable, *rate)
-        if lives_on():
-            base.update_step(self, tf.zeros_like(gradient), variable, *rate)
-        variable.assign_sub(gradient * tf.cast(self.learning_rate, variable.dtype))
-
-    # The legacy optimizer's.
-    def _resource_apply_dense(
-        self: Any, grad: Any, var: Any, apply_state: Optional[dict] = None
-    ) -> Any:
-        if not covers(var):
-            return base._resource_apply_dense(self, grad, var, apply_state)
-        if lives_on():
-            base._resource_apply_dense(self, tf.zeros_like(grad), var, apply_state)
-        key = var.device, var.dtype.base_dtype
-        rate = ((apply_state or {}).get(key) or self._fallback_apply_state(*key))["lr_t"]
-        return tf.raw_ops.ResourceApplyGradientDescent(var=var.handle, alpha=rate, delta=grad)
-
-    become(optimizer, base, update_step=update_step, _resource_apply_dense=_resource_apply_dense)
-
-
-def tell_of_takeover(optimizer: Any, id: str, momentum: float, nesterov: bool) -> None:
-    """Has rank 0 say that an SGD's momentum is taken over."""
-    clips = [
-        key
-        for key in ("clipnorm", "clipvalue", "global_clipnorm")
-        if getattr(optimizer, key, None) is not None
-    ]
-    if hvd.rank() == 0:
-        _log.warning(
-            "%s applies momentum=%g%s in place of SGD%s",
-            id,
-            momentum,
-            " (nesterov)" if nesterov else "",
-            f"; {', '.join(clips)} will see gradients with momentum, consider clip_norm instead"
-            if clips
-            else "",
-        )
-
-
 def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
     """Has observe(gradients and variables) called in every backward pass, ahead of Horovod's
     aggregation."""
@@ -177,7 +108,7 @@ def watch_passes(optimizer: Any, observe: Callable[[Any], Any]) -> None:
             "moments=microbatch has to see every backward pass, which Keras 3 does not show: say "
             "moments=minibatch"
         )
-    own: Any = _own_class(optimizer)
+    own: Any = own_class(optimizer)
     method = (
         "_compute_gradients"
         if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
@@ -227,7 +158,7 @@ def build(optimizer: Any, variables: Any) -> None:
     (optimizer.build if hasattr(optimizer, "build") else optimizer._create_all_weights)(variables)
 
 
-def _own_class(optimizer: Any) -> Type:
+def own_class(optimizer: Any) -> Type:
     """The class of an optimizer, as it was before an earlier binding changed it."""
     cls: Any = class_below(optimizer)
     while "_bound_to_compression" in vars(cls):
