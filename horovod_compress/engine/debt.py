@@ -14,7 +14,7 @@ from ..compressors.state import State
 from ..compressors.wrapper import Wrapper, unwrapped
 from ..kernels import beside
 from . import checkpoint
-from .feature import Extension
+from .feature import Feature
 from .tensor import Tensor
 
 # The array of a debt, as long as the tensor and this rank's own. Saved states have it by this name.
@@ -62,7 +62,7 @@ def _accepts(compressor: Compressor, state: State, debt: np.ndarray) -> bool:
     return True
 
 
-class Handover(Extension):
+class Handover(Feature):
     """Hands debts over, and brings those that have no other place."""
 
     def __init__(self) -> None:

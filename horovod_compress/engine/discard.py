@@ -7,11 +7,11 @@ import numpy as np
 from ..compressors.base import Step
 from .checkpoint import copies
 from .driver import Driver
-from .feature import Extension
+from .feature import Feature
 from .tensor import Tensor
 
 
-class Snapshots(Extension):
+class Snapshots(Feature):
     """Copies each tensor's state before its step. A step that fails leaves no trace in the state
     then; without a copy its gradients stay in residuals."""
 

@@ -7,7 +7,7 @@ from ..compressors.base import Step
 from .tensor import Tensor
 
 
-class Extension:
+class Feature:
     """A feature beside the algorithm.
 
     A driver holds one for each feature, by the feature's name. Later ones are around earlier ones:

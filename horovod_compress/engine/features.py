@@ -7,7 +7,7 @@ from ..compressors.base import Step
 from ..compressors.wrapper import unwrapped
 from .debt import Handover
 from .dense_policy import go_dense
-from .feature import Extension
+from .feature import Feature
 from .frozen import Frozen
 from .group import Group
 from .loss_scale import LossScale
@@ -16,7 +16,7 @@ from .tensor import Tensor
 _log = logging.getLogger("horovod_compress")
 
 
-class Features(Dict[str, Extension]):
+class Features(Dict[str, Feature]):
     """Features by name, the innermost first.
 
     Args:
@@ -35,7 +35,7 @@ class Features(Dict[str, Extension]):
         self._dense_alone, self._go_dense = dense_alone, go_dense
         self._dense_was_logged = False
 
-    def concerned(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> List[Extension]:
+    def concerned(self, tensors: Sequence[Tensor], steps: Sequence[Step]) -> List[Feature]:
         """Those that take part in the steps of these tensors, the innermost first."""
         return [each for each in self.values() if each.concerns(tensors, steps)]
 

@@ -12,11 +12,11 @@ import numpy as np
 from ..compressors.base import Step
 from ..compressors.state import SHARED, zeros
 from .debt import DEBT
-from .feature import Extension
+from .feature import Feature
 from .tensor import Tensor
 
 
-class Frozen(Extension):
+class Frozen(Feature):
     """Keeps a tensor's residuals as they are while its learning rate is 0. Momentum goes on, as an
     optimizer's does."""
 

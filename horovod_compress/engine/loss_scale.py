@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import kernels
 from ..compressors.base import Step, multiply, with_fields
-from .feature import Extension
+from .feature import Feature
 from .tensor import Tensor
 
 
@@ -28,7 +28,7 @@ def to_true_units(loss_scale: float) -> float:
     return 1 / loss_scale
 
 
-class LossScale(Extension):
+class LossScale(Feature):
     """Takes the loss scale off gradients, and puts it on results."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..compressors.base import Step
 from .contract import check_payloads
-from .feature import Extension
+from .feature import Feature
 from .group import Group
 from .step import GroupStep, begin, end_step, end_steps, group_step, subtract_bases
 from .tensor import Tensor
@@ -59,7 +59,7 @@ class Pending:
         """Has the step wait for what makes a gradient on a device."""
         self._streams.setdefault((grad.kernels, grad.device), set()).add(grad.stream())
 
-    def begin(self, features: Callable[..., List[Extension]]) -> GroupStep:
+    def begin(self, features: Callable[..., List[Feature]]) -> GroupStep:
         """Begins the step of what has come, in the group's order. features: returns those that
         tensors and their steps have to do with."""
         _, self.tensors, grads, steps = map(list, zip(*sorted(self.come)))
@@ -82,7 +82,7 @@ class CarriedStep:
 
     stage = LAST
 
-    def __init__(self, group: Group, features: Sequence[Extension]) -> None:
+    def __init__(self, group: Group, features: Sequence[Feature]) -> None:
         self.group, self._features = group, features
         self.tensors: List[Tensor] = []
         # By name, of what the reducer has: its number among those that came, and its gradient's

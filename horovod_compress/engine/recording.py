@@ -26,7 +26,7 @@ from typing import (
 from .. import kernels
 from ..compressors.base import Compressor, Step
 from .driver import Driver
-from .feature import Extension
+from .feature import Feature
 from .record_types import Record, TensorRecord
 from .tensor import SENT, SPENT, Tensor
 
@@ -43,7 +43,7 @@ _MOST_NUMBER = 10**100
 _COUNTED = ("steps", "steps_undone", "seconds", *SENT, *SPENT)
 
 
-class Recorder(Extension):
+class Recorder(Feature):
     """Writes what recorded steps did.
 
     to: a path, to which a line of JSON is appended for each record; with {rank} in it every rank

@@ -20,7 +20,7 @@ from ..protocol import wire
 from ..protocol.requests import Allgather, Allreduce, Final, Joint, Outcome, StepNorm, ToReducer
 from .contract import check_payloads, check_request
 from .dense_policy import note_sizes
-from .feature import Extension
+from .feature import Feature
 from .group import Group, digest_of
 from .tensor import Tensor
 
@@ -33,7 +33,7 @@ def group_step(
     tensors: Sequence[Tensor],
     grads: Sequence[np.ndarray],
     steps: Sequence[Step],
-    features: Sequence[Extension],
+    features: Sequence[Feature],
 ) -> GroupStep:
     """The step of a group: yields requests, is sent their results, and decodes results into
     `grads`, flat float32. `Outcome` says whether they are finite.
@@ -89,7 +89,7 @@ def begin(
     tensors: Sequence[Tensor],
     grads: Sequence[np.ndarray],
     steps: Sequence[Step],
-    features: Sequence[Extension],
+    features: Sequence[Feature],
 ) -> Sequence[Step]:
     """Begins the steps of tensors in all features. Returns what is to be known of each."""
     for feature in reversed(features):

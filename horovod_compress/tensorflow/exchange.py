@@ -14,7 +14,7 @@ from ..compressors.wrapper import Wrapper
 from ..engine import checkpoint
 from ..engine.dense_policy import go_dense
 from ..engine.driver import Driver, Transaction
-from ..engine.feature import Extension
+from ..engine.feature import Feature
 from ..engine.features import Features
 from ..engine.group import Group, form
 from ..engine.loss_scale import to_true_units
@@ -72,7 +72,7 @@ class Pending:
     def begin(
         self,
         steps: Sequence[Step],
-        features: Callable[[Sequence[Tensor], Sequence[Step]], List[Extension]],
+        features: Callable[[Sequence[Tensor], Sequence[Step]], List[Feature]],
         squared_norm: Optional[float],
         sends_number: bool,
     ) -> List[np.ndarray]:
