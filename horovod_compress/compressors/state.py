@@ -75,18 +75,19 @@ class State:
     `state_type`.
 
     arrays lives between steps, and is saved and loaded; `Compressor.roles` describes it. rollbacks
-    lists how a rollback of the open step restores the arrays. sent is what `commit` needs of the
-    open step. all_sent says whether the open step sent everything, densely. indices, uint32, are
-    those that the last step worked on, where they or their memory are needed again. buffer is the
-    memory of the last payload, for the next to use. model is all tensors, where this is one of
-    several. overflows counts steps in which a finite element became infinite in a narrower type.
-    factor is what a momentum u has been multiplied by, which depends on the last step's options; it
-    is saved and loaded.
+    lists how a rollback of the open step restores the arrays. undo is that of its payload, where
+    `restore` does. sent is what `commit` needs of the open step. all_sent says whether the open
+    step sent everything, densely. indices, uint32, are those that the last step worked on, where
+    they or their memory are needed again. buffer is the memory of the last payload, for the next to
+    use. model is all tensors, where this is one of several. overflows counts steps in which a
+    finite element became infinite in a narrower type. factor is what a momentum u has been
+    multiplied by, which depends on the last step's options; it is saved and loaded.
     """
 
     name: str
     arrays: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     rollbacks: List[Rollback] = dataclasses.field(default_factory=list)
+    undo: Sequence[Any] = ()
     sent: Any = None
     all_sent: bool = False
     indices: Optional[np.ndarray] = None
@@ -94,6 +95,13 @@ class State:
     model: Optional[Model] = None
     overflows: int = 0
     factor: float = 1.0
+
+    def restore(self, *names: str) -> None:
+        """Writes back the elements of arrays that `undo` has: indices, and a row for each array."""
+        if self.undo:
+            indices, rows = self.undo
+            for name, row in zip(names, rows):
+                self.arrays[name][indices] = row
 
     def replaced(self) -> None:
         """Called when arrays have been written from elsewhere."""

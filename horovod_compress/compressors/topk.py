@@ -4,13 +4,13 @@ NeurIPS 2018)."""
 import dataclasses
 import functools
 import math
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from .. import kernels
 from ..kernels.reference.sparse import VALUE_BITS
-from .base import LOCAL, Arrays, Rollback, State, States, Step, Steps, Traits
+from .base import LOCAL, Arrays, State, States, Step, Steps, Traits
 from .options import Auto, Count, Number, OneOf, option
 from .selective import GatheringCompressor
 
@@ -172,25 +172,21 @@ class TopK(GatheringCompressor):
             offset=first.index,
             chunk=[size.chunk for size in sizes] if self.chunk else 0,
         )
-        taken = kernels.then(payloads, functools.partial(_taken, array))
         # Entries may be out of a device's states before they have come here.
-        late = isinstance(taken, kernels.Late)
-        for i, state in enumerate(states):
-            its: Any = kernels.Late(functools.partial(taken.__getitem__, i)) if late else taken[i]
-            state.rollbacks = its
+        if isinstance(payloads, kernels.Late):
+            for i, state in enumerate(states):
+                state.undo = kernels.Late(functools.partial(_undo_of, payloads, i))
+        else:
+            for state, payload in zip(states, payloads):
+                state.undo = payload.undo
         return payloads
 
+    def rollback(self, state: State) -> None:
+        state.restore(self.traits.accumulator, "u")
 
-def _taken(array: str, payloads: Sequence[kernels.Encoded]) -> List[List[Rollback]]:
-    """Of each tensor the entries that are in its payload."""
-    found = []
-    for payload in payloads:
-        indices, rows = payload.undo
-        its = [Rollback(array, indices, rows[0], True)]
-        if len(rows) > 1:
-            its.append(Rollback("u", indices, rows[1], True))
-        found.append(its)
-    return found
+
+def _undo_of(payloads: Sequence[kernels.Encoded], number: int) -> tuple:
+    return payloads[number].undo
 
 
 class _Size(NamedTuple):

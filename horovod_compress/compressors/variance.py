@@ -7,7 +7,7 @@ from typing import List, Optional, Sequence
 import numpy as np
 
 from .. import kernels
-from .base import LARGEST, LOCAL, Arrays, Rollback, State, States, Steps, Traits, spares
+from .base import LARGEST, LOCAL, Arrays, State, States, Steps, Traits, spares
 from .options import Flag, Number, OneOf, option
 from .selective import GatheringCompressor
 
@@ -85,11 +85,7 @@ class Variance(GatheringCompressor):
 
         def noted(payloads: Sequence[kernels.Encoded]) -> List[kernels.Encoded]:
             for state, payload in zip(states, payloads):
-                state.indices, (r_before, v_before) = payload.undo
-                state.rollbacks = [
-                    Rollback("r", state.indices, r_before, replace=True),
-                    Rollback("v", state.indices, v_before, replace=True),
-                ]
+                state.undo, state.indices = payload.undo, payload.undo[0]
             return list(payloads)
 
         return kernels.then(payloads, noted)
@@ -116,6 +112,9 @@ class Variance(GatheringCompressor):
             return [payload.finite for payload in payloads]
 
         return kernels.then(payloads, restored)
+
+    def rollback(self, state: State) -> None:
+        state.restore("r", "v")
 
     def forget_sent(self, state: State) -> None:
         super().forget_sent(state)

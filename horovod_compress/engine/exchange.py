@@ -153,8 +153,7 @@ class Exchange(Driver):
         if pending is None or pending.stage is FAILED:
             raise RuntimeError(f"{name}: its step has failed before: submit it again")
         if isinstance(pending, CarriedStep):
-            number, grad = pending.reducing.pop(name)
-            pending.arrived.append((number, reduced, grad))
+            pending.arrived[pending.reducing.pop(name)] = reduced
             if now or not pending.reducing:
                 started = time.perf_counter()
                 pending.decode(step.transaction.note)

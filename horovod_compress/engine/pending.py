@@ -85,14 +85,13 @@ class CarriedStep:
     def __init__(self, group: Group, features: Sequence[Feature]) -> None:
         self.group, self._features = group, features
         self.tensors: List[Tensor] = []
-        # By name, of what the reducer has: its number among those that came, and its gradient's
-        # memory.
-        self.reducing: Dict[str, Tuple[int, Any]] = {}
-        # Results that are not decoded yet: the number of their tensor, what the reducer made of its
-        # carrier, and where the result is to be.
-        self.arrived: List[Tuple[int, np.ndarray, np.ndarray]] = []
+        # Numbers of the tensors that the reducer has, in the order in which they came.
+        self.reducing: Dict[str, int] = {}
+        # By number from here on. What the reducer made of carriers that are not decoded yet.
+        self.arrived: Dict[int, np.ndarray] = {}
+        # Memory of gradients, for results.
+        self._outs: Dict[int, np.ndarray] = {}
         self._bases: Dict[int, np.ndarray] = {}
-        # By number.
         self._gains: List[float] = []
 
     def carry(self, tensor: Tensor, grad: np.ndarray, step: Step) -> np.ndarray:
@@ -104,7 +103,8 @@ class CarriedStep:
         if step.base is not None:
             bases, steps = subtract_bases(compressor, grads, steps)
             self._bases.update((len(self.tensors), base) for _, base in bases)
-        self.reducing[tensor.name] = len(self.tensors), grad
+        number = self.reducing[tensor.name] = len(self.tensors)
+        self._outs[number] = grad
         self.tensors.append(tensor)
         if self.group.on_device or type(grad) is not np.ndarray:
             self.group.follow(its, grads)
@@ -126,9 +126,11 @@ class CarriedStep:
 
     def decode(self, note: Callable[[Sequence[bool]], None]) -> None:
         """Decodes the results that have come. note: is told of each whether it is finite."""
-        arrived, self.arrived = self.arrived, []
-        for numbers, reduced, outs in self._alike(arrived):
+        arrived, self.arrived = self.arrived, {}
+        for numbers in self._alike(arrived):
             tensors = [self.tensors[number] for number in numbers]
+            reduced = [arrived[number] for number in numbers]
+            outs = [self._outs.pop(number) for number in numbers]
             states, gain = [tensor.state for tensor in tensors], self._gains[numbers[0]]
             good: Sequence[bool] = tensors[0].compressor.decode_dense_all(
                 reduced, outs, states, gain
@@ -145,14 +147,13 @@ class CarriedStep:
         for feature in self._features:
             feature.ended(self.tensors, succeeded)
 
-    def _alike(self, arrived: Sequence[Tuple[int, Any, Any]]) -> Iterable[List[List[Any]]]:
-        """Results that have come, by what they have to be alike in to be decoded together: numbers,
-        what has come of carriers, and where results are to be."""
-        found: Dict[Any, List[Tuple[int, Any, Any]]] = {}
-        for each in arrived:
-            number, reduced, out = each
+    def _alike(self, arrived: Dict[int, Any]) -> Iterable[List[int]]:
+        """Numbers of results that can be decoded together."""
+        found: Dict[Any, List[int]] = {}
+        for number, reduced in arrived.items():
+            out: Any = self._outs[number]
             place = reduced.dtype, out.dtype, getattr(out, "device", None)
             # A scheduler may have changed the momentum of some.
             way = id(self.tensors[number].compressor), self._gains[number]
-            found.setdefault((place, way), []).append(each)
-        return [list(map(list, zip(*its))) for its in found.values()]
+            found.setdefault((place, way), []).append(number)
+        return found.values()

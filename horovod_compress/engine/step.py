@@ -114,7 +114,9 @@ def end_steps(tensors: Iterable[Any], succeeded: bool) -> None:
         # Most have nothing to do.
         elif type(compressor).commit is not Compressor.commit:
             compressor.commit(state)
-        state.rollbacks, state.sent, state.all_sent = [], None, False
+        if state.rollbacks:
+            state.rollbacks = []
+        state.undo, state.sent, state.all_sent = (), None, False
 
 
 def end_step(step: GroupStep, succeeded: bool) -> None:

@@ -63,8 +63,8 @@ class BoundCompression(Bound):
         self._serving = ServedOptimizer(self, ranks, *arguments)
         self._steps = self._serving.steps
         super().__init__(self._steps.session)
-        # With the version of its gradient, until the first result of the step comes.
-        self._submitted: List[Tuple[Slot, torch.Tensor, int]] = []
+        # What Horovod was given, until the first result of the step comes.
+        self._submitted: List[tuple] = []
         # In this step: id(parameter) → the operation of Horovod's that brings the result after its
         # own.
         self._results_after: Dict[int, int] = {}
@@ -102,14 +102,15 @@ class BoundCompression(Bound):
             tensor = tensor.clone()
         memory, array, carrier = steps.submit(slot, tensor)
         grad: Any = slot.param.grad
-        self._submitted.append((slot, tensor, grad._version))
         exchange.transport.count(carrier.nbytes, carrier.nbytes)
         # As `transport.keep` says; a parameter holds its own gradient.
         if carrier is array:
             sent, kept = memory, None if memory is grad else memory.view(-1)
         else:
             sent, kept = slot.tensor_of(carrier)
-        return sent, (slot, tensor, memory, sent, carrier, kept)
+        context = slot, tensor, memory, sent, carrier, kept, grad._version
+        self._submitted.append(context)
+        return sent, context
 
     @torch.compiler.disable
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -119,7 +120,7 @@ class BoundCompression(Bound):
         if ctx is None:
             self._refuse_sparse()
             return tensor
-        slot, grad, memory, sent, carrier, _ = ctx
+        slot, grad, memory, sent, carrier, _, _ = ctx
         if self._submitted:
             self._steps.streams.join()
             self._results_after = horovod_internals.results_after(self._steps.optimizer)
@@ -202,7 +203,7 @@ class BoundCompression(Bound):
         """Fails the step where the user has changed a gradient of it. When its first result comes,
         because then Horovod begins to write results. Of views nothing is known: those of one tensor
         share their version, which other gradients have changed."""
-        for slot, grad, version in self._submitted:
+        for slot, grad, _, _, _, _, version in self._submitted:
             now = slot.param.grad
             if now is None or now._version != version and not now._is_view():
                 why = f"the gradient of {slot.name} was changed while it was exchanged"
